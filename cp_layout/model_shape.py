@@ -1,0 +1,33 @@
+"""Shape facts of a model: the numbers that laws, capacity and KV bytes depend on."""
+
+from dataclasses import dataclass
+
+from cp_layout.cuts import kv_head_cut
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+"""Bytes per element of the dtypes a cache or a model may have."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """A decoder with grouped-query attention, rotary positions and a gated FFN (Llama family)."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    max_position: int
+    rms_norm_eps: float
+    rope_theta: float
+    tie_embeddings: bool
+    dtype: str
+    """Checkpoint's dtype, one of DTYPE_BYTES; bfloat16 for GGUF."""
+
+    def kv_bytes_per_token(self, tp: int, dtype: str) -> int:
+        """Bytes of K and V that one rank stores per token it owns, over all layers: 2·layers·heads(rank)·head_dim·e."""
+        first, last = kv_head_cut(self.num_kv_heads, tp, 0)
+        return 2 * self.num_layers * (last - first) * self.head_dim * DTYPE_BYTES[dtype]
