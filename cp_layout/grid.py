@@ -30,10 +30,13 @@ class Grid:
         for name, size in (("tp", self.tp), ("pcp", self.pcp), ("dcp", self.dcp), ("dp", self.dp)):
             if size < 1:
                 raise LayoutError(f"{name} must be at least 1, got {size}")
-        if self.pcp > 1 and self.dcp > 1 and self.dcp % self.pcp != 0:
+        if self.dcp > 1 and self.dcp % self.pcp != 0:
             raise LayoutError(f"dcp {self.dcp} must be 1 or a multiple of pcp {self.pcp} (dcp = pcp·d)")
         if self.tp % self.dcp_in_tp != 0:
-            raise LayoutError(f"tp {self.tp} must be a multiple of d = {self.dcp_in_tp}, the part of dcp {self.dcp} inside a TP group")
+            raise LayoutError(
+                f"tp {self.tp} must be a multiple of d = {self.dcp_in_tp}, the part of dcp {self.dcp} inside a TP group"
+                f" (d = dcp / pcp {self.pcp})"
+            )
 
     @property
     def dcp_in_tp(self) -> int:
@@ -51,7 +54,9 @@ class Grid:
         return self.pcp * self.tp
 
     def coords(self, rank: int) -> Coords:
-        """Coordinates of a global rank."""
+        """Coordinates of a global rank; `LayoutError` when the grid has no such rank."""
+        if not 0 <= rank < self.world_size:
+            raise LayoutError(f"rank {rank} is not on a grid of {self.world_size} ranks")
         return Coords(rank // self.ranks_per_dp, rank // self.tp % self.pcp, rank % self.tp)
 
     def rank(self, dp: int, pcp: int, tp: int) -> int:

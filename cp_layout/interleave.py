@@ -1,6 +1,7 @@
 """Where a token's KV lives: ownership of positions by the shards of a KV shard group.
 
 Notation: N = shards, I = interleave, B = block size, p = absolute token position, L = length in tokens, r = shard index.
+A cache that is not sharded is the layout with N = 1. Positions are ≥ 0 unless a function says otherwise.
 """
 
 from dataclasses import dataclass
@@ -62,7 +63,12 @@ class Layout:
         return self.local_index(position) % self.block_size
 
     def local_len(self, shard: int, length: int) -> int:
-        """Tokens of [0, L) that shard r owns: (L // (N·I))·I + clamp(L mod (N·I) − r·I, 0, I)."""
+        """Tokens of [0, L) that shard r owns: (L // (N·I))·I + clamp(L mod (N·I) − r·I, 0, I).
+
+        0 ≤ result ≤ L; `LayoutError` for L < 0.
+        """
+        if length < 0:
+            raise LayoutError(f"a length must be at least 0, got {length}")
         i = self.interleave
         period = self.num_shards * i
         return length // period * i + min(max(length % period - shard * i, 0), i)
@@ -76,31 +82,32 @@ class Layout:
         return -(-self.local_len(shard, length) // self.block_size)
 
     def virtual_blocks(self, length: int) -> int:
-        """Virtual blocks that [0, L) touches: ceil(L / (N·B))."""
+        """Virtual blocks that [0, L) touches: ceil(L / (N·B)); the columns of the longest block table."""
         return -(-length // self.virtual_block_size)
 
     def local_lens_at(self, shard: int, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """`local_len` of shard r for an array of lengths; same shape as the input."""
+        """`local_len` of shard r for an array of lengths; same shape as the input, `LayoutError` if one is < 0."""
+        if (lengths < 0).any():
+            raise LayoutError(f"a length must be at least 0, got {int(lengths.min())}")
         i = self.interleave
         period = self.num_shards * i
         return lengths // period * i + np.clip(lengths % period - shard * i, 0, i)
 
-    def slots(
-        self, shard: int, block_table: NDArray[np.int64], positions: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
+    def slots(self, shard: int, block_table: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Slots (block_id·B + offset) of the positions on shard r, −1 where r is not the owner.
 
-        block_table: [columns] block ids of this shard; positions: [T]; returns [T]. A position of the shard that lies
-        beyond the table raises `LayoutError`.
+        block_table: [columns] block ids of this shard; positions: [T], a negative one is padding and nobody's; returns [T].
+        A position of the shard that lies beyond the table raises `LayoutError`.
         """
         i, b = self.interleave, self.block_size
-        mine = positions // i % self.num_shards == shard
+        mine = (positions >= 0) & (positions // i % self.num_shards == shard)
         local = positions // (self.num_shards * i) * i + positions % i
         column = np.where(mine, local // b, 0)
-        if mine.any() and int(column.max()) >= len(block_table):
-            raise LayoutError(f"block table of shard {shard} has {len(block_table)} columns, position needs {int(column.max()) + 1}")
-        if len(block_table) == 0:
+        if not mine.any():
             return np.full(positions.shape, NOT_MINE, dtype=np.int64)
+        columns = int(column.max()) + 1
+        if columns > len(block_table):
+            raise LayoutError(f"the block table of shard {shard} has {len(block_table)} columns, a position needs {columns}")
         return np.where(mine, block_table[column] * b + local % b, NOT_MINE)
 
     def member_of(self, shard: int, shard_offset: int) -> int:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from cp_layout.cuts import kv_head_cut
+from cp_layout.errors import LayoutError
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 """Bytes per element of the dtypes a cache or a model may have."""
@@ -28,6 +29,11 @@ class ModelShape:
     """Checkpoint's dtype, one of DTYPE_BYTES; bfloat16 for GGUF."""
 
     def kv_bytes_per_token(self, tp: int, dtype: str) -> int:
-        """Bytes of K and V that one rank stores per token it owns, over all layers: 2·layers·heads(rank)·head_dim·e."""
+        """Bytes of K and V that one rank stores per token it owns, over all layers: 2·layers·heads(rank)·head_dim·e.
+
+        dtype: of the cache; `LayoutError` when it is not one of DTYPE_BYTES.
+        """
+        if dtype not in DTYPE_BYTES:
+            raise LayoutError(f"a KV cache of dtype {dtype!r} is not known, only {', '.join(sorted(DTYPE_BYTES))}")
         first, last = kv_head_cut(self.num_kv_heads, tp, 0)
         return 2 * self.num_layers * (last - first) * self.head_dim * DTYPE_BYTES[dtype]
