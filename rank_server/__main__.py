@@ -1,0 +1,115 @@
+"""`python -m rank_server`: one rank process."""
+
+import argparse
+import asyncio
+import os
+import sys
+from collections.abc import Sequence
+
+import torch
+
+from cp_wire import channels, errors, process
+from cp_wire.identity import PROTOCOL_VERSION, new_instance
+from cp_wire.logs import configure_logging
+from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc, rank_pb2_grpc
+from cp_wire.serve import Server
+from model_files import open_model
+from rank_server.collectives.table import backends
+from rank_server.executor import Executor
+from rank_server.service import RankServicer
+from rank_server.worker import Worker
+
+REGISTER_TIMEOUT_S = 10.0
+LANE_TIMEOUT_S = 60.0
+STOP_GRACE_S = 1.0
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Flags of a rank process."""
+    parser = argparse.ArgumentParser(prog="python -m rank_server", description="One kvloom rank: a KV shard and a slice of the model.")
+    parser.add_argument("--rank", type=int, required=True, help="global rank index")
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--model", required=True, help="Hugging Face directory or GGUF file")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to reach the other ranks from")
+    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    parser.add_argument("--threads-per-rank", type=int, default=0, help="0 = CPUs of the affinity mask ÷ ranks on the host")
+    parser.add_argument("--ranks-on-host", type=int, default=1, help="ranks that share this host's memory and CPUs")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="exit when standard input closes")
+    return parser
+
+
+def threads_for(asked: int, ranks_on_host: int) -> int:
+    """Threads for torch: what was asked for, else an equal share of the CPUs this process may use, at least 1."""
+    return asked or max(1, len(os.sched_getaffinity(0)) // ranks_on_host)
+
+
+async def serve(args: argparse.Namespace) -> int:
+    """Runs until the lane closes; the exit status is 0 when it closed after it had been open."""
+    if args.device == "cuda":
+        raise errors.ConfigRefused("device cuda is not supported, only cpu")
+    if args.rank < 0 or args.ranks_on_host < 1 or args.threads_per_rank < 0:
+        raise errors.ConfigRefused(
+            f"rank {args.rank}, ranks on host {args.ranks_on_host}, threads {args.threads_per_rank}: "
+            "need rank >= 0, ranks on host >= 1, threads >= 0"
+        )
+    model_files = open_model(args.model)
+    torch.set_num_threads(threads_for(args.threads_per_rank, args.ranks_on_host))
+    instance = new_instance()
+    worker = Worker()
+    executor = Executor(model_files, backends(args.host), worker.touch, args.ranks_on_host)
+    servicer = RankServicer(executor, worker, args.rank, instance)
+    server = Server(args.host, args.port, kind="prompt")
+    server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, servicer, "kvloom.v1.RankService")
+    address = await server.start()
+    if args.exit_with_stdin:
+        process.watch_stdin_eof(servicer.lane_closed.set)
+    worker.start()
+    try:
+        await _register(args, address, instance, model_files.hash)
+        await _until_open(servicer)
+        server.set_serving(True)
+        await servicer.lane_closed.wait()
+        return 0
+    finally:
+        executor.close_groups()
+        await server.stop(STOP_GRACE_S)
+        if not await asyncio.to_thread(worker.stop, STOP_GRACE_S):
+            # The worker may sit in a collective that nothing can interrupt; the process must go all the same.
+            sys.stderr.flush()
+            os._exit(0 if servicer.lane_closed.is_set() else 1)
+
+
+async def _register(args: argparse.Namespace, address: str, instance: str, model_hash: str) -> None:
+    async with channels.open_channel(args.coordinator, "control") as channel:
+        stub = coordinator_pb2_grpc.RegistryServiceStub(channel)
+        request = coordinator_pb2.RegisterRequest(
+            rank=args.rank,
+            address=address,
+            instance=instance,
+            pid=os.getpid(),
+            protocol_version=PROTOCOL_VERSION,
+            model_hash=model_hash,
+        )
+        try:
+            await stub.Register(request, timeout=REGISTER_TIMEOUT_S, wait_for_ready=True)
+        except errors.RpcError as error:
+            raise errors.from_rpc_error(error) from error
+
+
+async def _until_open(servicer: RankServicer) -> None:
+    try:
+        await asyncio.wait_for(servicer.lane_opened.wait(), LANE_TIMEOUT_S)
+    except TimeoutError:
+        raise errors.Unavailable(f"the coordinator did not open a lane within {LANE_TIMEOUT_S:.0f} s") from None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    configure_logging(f"rank {args.rank}")
+    return process.run(lambda: serve(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""How many KV blocks a rank can hold."""
+
+from pathlib import Path
+
+from cp_wire.pb import common_pb2
+
+DEFAULT_POOL_BYTES = 1 << 30
+
+
+class PoolRefused(ValueError):
+    """The requested pool can't be had; the message names the numbers."""
+
+
+def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
+    """Memory that can be taken without swapping (MemAvailable)."""
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise PoolRefused(f"{meminfo} does not say MemAvailable")
+
+
+def max_kv_blocks(config: common_pb2.ClusterConfig, bytes_per_block: int, available: int, ranks_on_host: int) -> int:
+    """Blocks for the pool: the configured tokens, else the configured bytes, else min(1 GiB, available / 4 / ranks)."""
+    share = available // ranks_on_host
+    if config.kv_cache_tokens_per_rank:
+        blocks = config.kv_cache_tokens_per_rank // config.block_size
+        asked = f"{config.kv_cache_tokens_per_rank} tokens"
+    else:
+        wanted = config.kv_cache_memory_bytes or min(DEFAULT_POOL_BYTES, share // 4)
+        blocks = wanted // bytes_per_block
+        asked = f"{wanted} bytes"
+    if blocks < 1:
+        raise PoolRefused(
+            f"a KV pool of {asked} holds no block of {config.block_size} tokens ({bytes_per_block} bytes); enlarge it or shrink the block"
+        )
+    if blocks * bytes_per_block > share:
+        raise PoolRefused(
+            f"a KV pool of {blocks} blocks needs {blocks * bytes_per_block} bytes per rank, "
+            f"{share} are available to each of {ranks_on_host} ranks on this host"
+        )
+    return blocks

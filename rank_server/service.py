@@ -1,0 +1,142 @@
+"""The rank's gRPC face: the lane and the progress report. Never computes; hands commands to the worker."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+
+from cp_layout.errors import LayoutError
+from cp_wire import errors
+from cp_wire.pb import rank_pb2, rank_pb2_grpc
+from model_files import ModelRefused
+from rank_server.collectives.base import CollectiveError
+from rank_server.executor import ConfigRefused, Executor
+from rank_server.memory import PoolRefused
+from rank_server.models.weights import WeightError
+from rank_server.sequences import PlanRefused
+from rank_server.worker import Worker
+
+log = logging.getLogger(__name__)
+
+_REASONS: tuple[tuple[type[Exception], str], ...] = (
+    (PlanRefused, "PLAN_REFUSED"),
+    (ConfigRefused, "CONFIG_REFUSED"),
+    (PoolRefused, "POOL_REFUSED"),
+    (WeightError, "MODEL_REFUSED"),
+    (ModelRefused, "MODEL_REFUSED"),
+    (LayoutError, "CONFIG_REFUSED"),
+    (CollectiveError, "COLLECTIVE_FAILED"),
+    (MemoryError, "OUT_OF_MEMORY"),
+)
+
+
+def command_error(error: BaseException) -> rank_pb2.CommandError:
+    """The wire form of a failed command: a stable reason and one sentence."""
+    for kind, reason in _REASONS:
+        if isinstance(error, kind):
+            return rank_pb2.CommandError(reason=reason, message=str(error))
+    return rank_pb2.CommandError(reason="INTERNAL", message=f"{type(error).__name__}: {error}")
+
+
+class RankServicer(rank_pb2_grpc.RankServiceServicer):
+    """One lane over the life of the process: when it closes, `lane_closed` is set and the process is to exit."""
+
+    def __init__(self, executor: Executor, worker: Worker, rank: int, instance: str) -> None:
+        self._executor = executor
+        self._worker = worker
+        self._rank = rank
+        self._instance = instance
+        self._epoch = 0
+        self._lane_taken = False
+        self.lane_opened = asyncio.Event()
+        self.lane_closed = asyncio.Event()
+
+    async def Execute(  # noqa: N802
+        self, request_iterator: AsyncIterator[rank_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[rank_pb2.ExecuteResponse]:
+        """Commands in, results out, one at a time, in order."""
+        if self._lane_taken:
+            await errors.abort(context, errors.ConfigRefused(f"rank {self._rank} already has a lane"))
+        self._lane_taken = True
+        self.lane_opened.set()
+        try:
+            sequence = 0
+            async for request in request_iterator:
+                sequence += 1
+                if request.sequence != sequence:
+                    await errors.abort(
+                        context, errors.ConfigRefused(f"rank {self._rank} expected command {sequence}, got {request.sequence}")
+                    )
+                yield await self._answer(request)
+        finally:
+            self.lane_closed.set()
+
+    async def GetProgress(  # noqa: N802
+        self, request: rank_pb2.GetProgressRequest, context: grpc.aio.ServicerContext
+    ) -> rank_pb2.GetProgressResponse:
+        """Answered at once, whatever the worker does."""
+        progress = self._worker.progress()
+        return rank_pb2.GetProgressResponse(
+            instance=self._instance,
+            rank=self._rank,
+            running_sequence=progress.running_sequence,
+            last_progress_ms=int(progress.last_progress_s * 1000),
+            commands_done=progress.commands_done,
+        )
+
+    async def _answer(self, request: rank_pb2.ExecuteRequest) -> rank_pb2.ExecuteResponse:
+        kind = request.WhichOneof("command")
+        response = rank_pb2.ExecuteResponse(sequence=request.sequence, instance=self._instance, epoch=request.epoch)
+        refusal = self._refusal(request, kind)
+        if refusal is not None:
+            response.error.CopyFrom(rank_pb2.CommandError(reason="PLAN_REFUSED", message=refusal))
+            return response
+        self._epoch = request.epoch
+        try:
+            field, result, response.worker_us = await self._run(request.sequence, *self._command(request, kind))
+            getattr(response, field).CopyFrom(result)
+        except Exception as error:
+            if not isinstance(error, tuple(kind for kind, _ in _REASONS)):
+                log.exception("command %s failed", kind)
+            response.error.CopyFrom(command_error(error))
+        return response
+
+    def _refusal(self, request: rank_pb2.ExecuteRequest, kind: str | None) -> str | None:
+        if kind is None:
+            return "the command is unknown to this version"
+        if request.instance != self._instance:
+            return f"command for instance {request.instance!r}, this is {self._instance!r}"
+        if request.epoch < self._epoch:
+            return f"command of epoch {request.epoch}, the rank is at epoch {self._epoch}"
+        if request.epoch > self._epoch and kind not in ("reset", "configure"):
+            return f"epoch {request.epoch} must start with a reset, got {kind} at epoch {self._epoch}"
+        return None
+
+    def _command(self, request: rank_pb2.ExecuteRequest, kind: str | None) -> tuple[str, Callable[[], Any]]:
+        executor = self._executor
+        match kind:
+            case "configure":
+                configure = request.configure
+                return "configured", lambda: executor.configure(configure.config, configure.rank)
+            case "allocate_pool":
+                return "pool_allocated", lambda: executor.allocate_pool(request.allocate_pool.num_blocks)
+            case "prepare_group":
+                prepare = request.prepare_group
+                return "group_prepared", lambda: executor.prepare_group(prepare.group, list(prepare.ranks))
+            case "open_group":
+                opened = request.open_group
+                return "group_opened", lambda: executor.open_group(
+                    opened.group, list(opened.ranks), opened.bootstrap, opened.timeout_ms / 1000
+                )
+            case "reset":
+                return "reset_done", executor.reset
+            case _:
+                return "step", lambda: executor.step(request.step)
+
+    async def _run(self, sequence: int, field: str, command: Callable[[], Any]) -> tuple[str, Any, int]:
+        future: Future[tuple[Any, int]] = self._worker.submit(sequence, command)
+        result, worker_us = await asyncio.wrap_future(future)
+        return field, result, worker_us

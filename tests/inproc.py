@@ -1,0 +1,214 @@
+"""A whole cluster in one process: the real scheduler, the real plans, the real executors; ranks are threads over `local` groups.
+
+What it leaves out is gRPC. Every block that enters a table is filled with NaN on its rank first, so a read of an uncommitted,
+freed or foreign slot shows in the tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from coordinator.plan import Sampling, ScheduledStep
+from coordinator.request import Request
+from coordinator.scheduler import Progress, Scheduler, SchedulerConfig
+from coordinator.wire_plan import to_step_plan
+from cp_layout.grid import Grid
+from cp_layout.interleave import Layout
+from cp_wire.pb import common_pb2, rank_pb2
+from model_files import open_model
+from rank_server.collectives.local import LocalBackend, LocalHub
+from rank_server.executor import Executor
+from rank_server.worker import Worker
+
+STEP_DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A cluster to build; the fields are the flags of `kvloom up`."""
+
+    tp: int = 1
+    pcp: int = 1
+    dcp: int = 1
+    interleave: int = 4
+    block_size: int = 4
+    blocks: int = 64
+    max_num_seqs: int = 16
+    budget: int = 64
+    merge: str = "a2a"
+    dtype: str = "float32"
+    kv_dtype: str = "float32"
+
+    def config(self) -> common_pb2.ClusterConfig:
+        return common_pb2.ClusterConfig(
+            tp=self.tp,
+            pcp=self.pcp,
+            dcp=self.dcp,
+            dp=1,
+            interleave=self.interleave,
+            block_size=self.block_size,
+            max_model_len=1 << 20,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.budget,
+            merge={"a2a": common_pb2.MERGE_A2A, "ag_rs": common_pb2.MERGE_AG_RS}[self.merge],
+            dtype=self.dtype,
+            kv_cache_dtype=self.kv_dtype,
+            collectives="local",
+            kv_cache_tokens_per_rank=self.blocks * self.block_size,
+        )
+
+
+@dataclass
+class Generation:
+    """What one request produced."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+
+
+class InprocCluster:
+    """Ranks, scheduler and a loop over both."""
+
+    def __init__(self, model: Path, shape: Shape) -> None:
+        self.shape = shape
+        self.grid = Grid(tp=shape.tp, pcp=shape.pcp, dcp=shape.dcp)
+        self.layout = Layout(num_shards=shape.dcp, interleave=shape.interleave, block_size=shape.block_size)
+        files = open_model(model)
+        hub = LocalHub()
+        self.workers = [Worker() for _ in range(self.grid.world_size)]
+        self.executors = [Executor(files, {"local": lambda: LocalBackend(hub)}, worker.touch) for worker in self.workers]
+        for worker in self.workers:
+            worker.start()
+        self.steps: list[ScheduledStep] = []
+        self.results: list[list[rank_pb2.StepResult]] = []
+        self._sequence = 0
+        self._ticket = 0
+        self._handle = 0
+        self._bring_up()
+        self.scheduler = Scheduler(
+            SchedulerConfig(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.budget, max_waiting=1000),
+            self.layout,
+            shape.blocks,
+            identity=b"inproc",
+        )
+
+    def close(self) -> None:
+        for executor in self.executors:
+            executor.close_groups()
+        for worker in self.workers:
+            assert worker.stop(STEP_DEADLINE_S)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], samplings: Sequence[Sampling] | None = None
+    ) -> list[Generation]:
+        """All prompts at once; returns when every request has ended."""
+        limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
+        requests = []
+        for i, prompt in enumerate(prompts):
+            sampling = samplings[i] if samplings else Sampling(temperature=0.0, max_tokens=limits[i])
+            requests.append(self.submit(prompt, sampling))
+        return self.finish(requests)
+
+    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+        self._handle += 1
+        request = Request(
+            handle=self._handle, request_id=f"request-{self._handle}", prompt=list(prompt), sampling=sampling, salt=b""
+        )
+        self.scheduler.add(request)
+        return request
+
+    def finish(self, requests: Sequence[Request]) -> list[Generation]:
+        done = {request.handle: Generation() for request in requests}
+        while any(generation.finish_reason is None for generation in done.values()):
+            progress = self.step()
+            assert progress is not None, "the scheduler has nothing to do but requests are left"
+            for item in progress:
+                if item.new_token is not None:
+                    done[item.handle].token_ids.append(item.new_token)
+                if item.finished is not None:
+                    assert done[item.handle].finish_reason is None
+                    done[item.handle].finish_reason = item.finished
+        while self.step() is not None:
+            pass
+        for request in requests:
+            done[request.handle].num_cached_tokens = request.num_cached_tokens
+            done[request.handle].num_preemptions = request.num_preemptions
+        return list(done.values())
+
+    def step(self) -> list[Progress] | None:
+        """One schedule → ranks → commit; None when there is nothing to do."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        self._fill_new_blocks(step)
+        self._ticket += 1
+        plan = to_step_plan(step, ticket=self._ticket, timeout_ms=30_000)
+        results = self.everywhere(lambda executor: executor.step(plan))
+        self.steps.append(step)
+        self.results.append(results)
+        samplers = [result for result in results if result.sampled]
+        assert len(samplers) <= 1, "more than one rank sampled"
+        sampled = {token.handle: token.token_id for result in samplers for token in result.sampled}
+        return self.scheduler.commit(step, sampled)
+
+    def everywhere(self, call) -> list:  # type: ignore[no-untyped-def]
+        """Runs call(executor) on every rank's own thread, in rank order of the results."""
+        self._sequence += 1
+        futures = [
+            worker.submit(self._sequence, lambda executor=executor: call(executor))
+            for worker, executor in zip(self.workers, self.executors, strict=True)
+        ]
+        return [future.result(STEP_DEADLINE_S)[0] for future in futures]
+
+    def _bring_up(self) -> None:
+        config = self.shape.config()
+        ranks = range(self.grid.world_size)
+        futures = [
+            self.workers[rank].submit(0, lambda rank=rank: self.executors[rank].configure(config, rank)) for rank in ranks
+        ]
+        for future in futures:
+            assert future.result(STEP_DEADLINE_S)[0].max_kv_blocks == self.shape.blocks
+        self.everywhere(lambda executor: executor.allocate_pool(self.shape.blocks))
+        self.everywhere(lambda executor: executor.pool.fill_nan(range(self.shape.blocks)))
+        for kind, groups in (("tp", self.grid.tp_groups()), ("q", self.grid.q_groups()), ("dcp", self.grid.dcp_groups())):
+            for i, group in enumerate(groups):
+                if len(group) == 1:
+                    continue
+                name = f"{kind}:{i}"
+                first = self.workers[group[0]].submit(0, lambda n=name, g=group: self.executors[g[0]].prepare_group(n, g))
+                bootstrap = first.result(STEP_DEADLINE_S)[0].bootstrap
+                opened = [
+                    self.workers[rank].submit(
+                        0, lambda r=rank, n=name, g=group, b=bootstrap: self.executors[r].open_group(n, g, b, 30.0)
+                    )
+                    for rank in group
+                ]
+                for future in opened:
+                    future.result(STEP_DEADLINE_S)
+
+    def _fill_new_blocks(self, step: ScheduledStep) -> None:
+        admitted = {admission.handle: admission for admission in step.admitted}
+        for row in step.rows:
+            for member, blocks in enumerate(row.new_blocks):
+                cached = 0
+                if row.handle in admitted:
+                    shard = self.layout.shard_on(member, admitted[row.handle].shard_offset)
+                    cached = self.layout.blocks_needed(shard, admitted[row.handle].num_cached_tokens)
+                for rank, executor in enumerate(self.executors):
+                    if self.grid.dcp_member(rank) == member:
+                        executor.pool.fill_nan(blocks[cached:])
+
+
+@contextmanager
+def cluster(model: Path, shape: Shape) -> Iterator[InprocCluster]:
+    torch.set_num_threads(1)
+    running = InprocCluster(model, shape)
+    try:
+        yield running
+    finally:
+        running.close()

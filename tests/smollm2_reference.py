@@ -1,0 +1,58 @@
+"""Reference tokens of the default model, from `transformers` in fp32 on the same GGUF file.
+
+`python -m tests.smollm2_reference` writes tests/data/smollm2_reference.json; the sweep recomputes it and compares.
+"""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+PATH = Path(__file__).parent / "data" / "smollm2_reference.json"
+NEW_TOKENS = 64
+TOP = 20
+
+PROMPTS = (
+    "The weaver sat down at the loom and",
+    "def running_mean(values):\n    total = 0\n",
+    "Q: Why do rivers bend?\nA:",
+    "Drei Gründe, warum Brücken aus Stahl gebaut werden: 1.",
+    "x",
+    "Ledger of the harbour office. "
+    + " ".join(f"On day {d} the barge number {(d * 37) % 101} brought {(d * 53) % 29 + 2} crates of tea." for d in range(1, 29))
+    + " In short, the harbour",
+)
+
+
+def compute(gguf: Path) -> list[dict[str, Any]]:
+    """Per prompt: ids, the 64 greedy ids, and per output position the top 20 (id, log-probability) and the runner-up gap."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    cases = []
+    for prompt in PROMPTS:
+        ids = tokenizer(prompt).input_ids
+        context, past, output, tops = torch.tensor([ids]), None, [], []
+        for _ in range(NEW_TOKENS):
+            with torch.inference_mode():
+                result = model(context, past_key_values=past, use_cache=True)
+            past = result.past_key_values
+            logprobs = torch.log_softmax(result.logits[0, -1].double(), dim=-1)
+            top = torch.topk(logprobs, TOP)
+            output.append(int(top.indices[0]))
+            tops.append([[int(i), round(float(p), 6)] for i, p in zip(top.indices, top.values, strict=True)])
+            context = torch.tensor([[output[-1]]])
+        cases.append({"prompt": prompt, "prompt_ids": ids, "output_ids": output, "top_logprobs": tops})
+    return cases
+
+
+def load() -> list[dict[str, Any]]:
+    """The committed reference."""
+    return json.loads(PATH.read_text())
+
+
+if __name__ == "__main__":
+    PATH.write_text(json.dumps(compute(Path(sys.argv[1]))) + "\n")
