@@ -1,0 +1,105 @@
+"""The tables that `kvloom explain` draws from its own JSON; colour repeats what the text says, never more."""
+
+import io
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+_SHARD_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
+
+
+def slots_table(facts: dict[str, Any]) -> Group:
+    """One row per position, one column per shard; the owner's slot in the owner's colour."""
+    title = (
+        f"slots: {facts['cp']} shards, interleave {facts['interleave']}, block size {facts['block_size']}, "
+        f"virtual block {facts['virtual_block_size']}"
+    )
+    table = _table()
+    table.add_column("position", justify="right")
+    table.add_column("owner", justify="right")
+    for shard in range(facts["cp"]):
+        table.add_column(f"shard {shard}", justify="right", header_style=_style(shard))
+    for index, (position, owner) in enumerate(zip(facts["positions"], facts["owner"], strict=True)):
+        slots = (_slot(shard, row[index]) for shard, row in enumerate(facts["slots"]))
+        table.add_row(str(position), Text(str(owner), style=_style(owner)), *slots)
+    return Group(Text(title), table)
+
+
+def lengths_table(facts: dict[str, Any]) -> Group:
+    """One row per shard: tokens, blocks, and the fill of its last block as a bar."""
+    title = (
+        f"lengths: {facts['tokens']} tokens over {facts['cp']} shards, interleave {facts['interleave']}, "
+        f"{facts['virtual_blocks']} virtual blocks of {facts['cp'] * facts['block_size']}"
+    )
+    table = _table()
+    for header in ("shard", "tokens", "blocks", "unused slots"):
+        table.add_column(header, justify="right")
+    table.add_column("filled")
+    for shard, (tokens, blocks) in enumerate(zip(facts["local_lens"], facts["blocks"], strict=True)):
+        room = blocks * facts["block_size"]
+        bar = Text("█" * (20 * tokens // room) if room else "", style=_style(shard))
+        table.add_row(Text(str(shard), style=_style(shard)), str(tokens), str(blocks), str(room - tokens), bar)
+    return Group(Text(title), table)
+
+
+def groups_table(facts: dict[str, Any]) -> Group:
+    """Every replica as a row of ranks coloured by DCP group, then the groups themselves."""
+    group_of = {rank: index for index, group in enumerate(facts["dcp"]) for rank in group}
+    title = f"{facts['world_size']} ranks: one row per replica (TP group), colour and suffix = DCP group"
+    grid = _table()
+    grid.add_column("replica", justify="right")
+    for member in range(len(facts["tp"][0])):
+        grid.add_column(f"tp {member}", justify="right")
+    for replica, ranks in enumerate(facts["tp"]):
+        cells = (Text(f"{rank} ·{group_of[rank]}", style=_style(group_of[rank])) for rank in ranks)
+        grid.add_row(str(replica), *cells)
+    lists = _table()
+    lists.add_column("axis")
+    lists.add_column("groups, ranks in group order")
+    for axis in ("tp", "pcp", "dcp"):
+        lists.add_row(axis, Text(" ".join(str(group) for group in facts[axis])))
+    return Group(Text(title), grid, lists)
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], Group]] = {
+    "slots": slots_table,
+    "lengths": lengths_table,
+    "groups": groups_table,
+}
+"""Drawing of each topic, from the facts that its JSON carries."""
+
+
+def print_table(table: Group) -> None:
+    """Print to stdout: coloured in a terminal, plain and never narrower than the table elsewhere."""
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=_width(table))
+    console.print(table)
+
+
+def write_svg(table: Group, path: Path) -> None:
+    """Write the table as an SVG picture as wide as it needs to be; raises `OSError`."""
+    console = Console(record=True, file=io.StringIO(), width=_width(table), force_terminal=True, color_system="truecolor")
+    console.print(table)
+    path.write_text(console.export_svg(title="kvloom explain"), encoding="utf-8")
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _width(table: Group) -> int:
+    return Console(width=1_000_000, file=io.StringIO()).measure(table).maximum
+
+
+def _style(index: int) -> str:
+    return _SHARD_STYLES[index % len(_SHARD_STYLES)]
+
+
+def _slot(shard: int, slot: int) -> Text:
+    return Text("−1", style="dim") if slot < 0 else Text(str(slot), style=f"bold {_style(shard)}")
