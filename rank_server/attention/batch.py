@@ -1,6 +1,6 @@
 """One step's attention work as this rank sees it: a pure function of the plan and the rank's place."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -17,6 +17,13 @@ class AttentionRow:
     """Keys on this shard once the step's own tokens are written; 0 = this shard has nothing for the row."""
     first_visible: int
     """Keys on this shard that the row's first query sees; the last one sees `local_len`."""
+    first_block: int | None = field(init=False)
+    """First id of a block table whose ids are consecutive (its keys are one view of the cache), None otherwise."""
+
+    def __post_init__(self) -> None:
+        ids = self.block_table
+        consecutive = len(ids) > 0 and bool((ids.diff() == 1).all())
+        object.__setattr__(self, "first_block", int(ids[0]) if consecutive else None)
 
 
 @dataclass(frozen=True, slots=True)

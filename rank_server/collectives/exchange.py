@@ -1,0 +1,138 @@
+"""The collectives in terms of three ways to exchange equal-sized tensors: what every backend that only moves bytes shares.
+
+Sums are taken here, in member order, so they are the same bits on all members and under every backend.
+"""
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from rank_server.collectives.base import CollectiveError
+
+SCATTERED_SUM_BYTES = 64 * 1024
+"""From this size on, and with more than two members, an all-reduce sums one chunk per member and gathers the sums: it moves
+2(N−1)/N of the tensor instead of N−1 times the tensor, for one round more."""
+
+
+def sum_in_member_order(parts: Tensor) -> Tensor:
+    """[N, *s] → [*s] in parts' dtype: ((x0 + x1) + x2) + …, in fp32 for 16-bit floats and in the own dtype for the others."""
+    dtype = parts.dtype
+    total = parts[0].to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+class ExchangeGroup(ABC):
+    """A `Group` whose backend implements `_gather`, `_swap`, `_copy`, `_meet` and `_release`.
+
+    They get contiguous tensors and must return new ones; what they raise as RuntimeError poisons the group. A poisoned group
+    is closed, so that the other members notice at once instead of waiting for their own deadline.
+    """
+
+    def __init__(self, name: str, size: int, index: int, timeout_s: float) -> None:
+        self.name = name
+        self.size = size
+        self.index = index
+        self.calls = 0
+        self._timeout_s = timeout_s
+        self._state = threading.Lock()
+        self._failure: str | None = None
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """See `Group`."""
+        with self._operation("all_gather"):
+            return self._gather("all_gather", x.contiguous())
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """See `Group`. Both ways to exchange give the same bits."""
+        with self._operation("all_reduce"):
+            if self.size <= 2 or x.nbytes < SCATTERED_SUM_BYTES:
+                return sum_in_member_order(self._gather("all_reduce", x.contiguous()))
+            length = -(-x.numel() // self.size)
+            chunks = torch.zeros(self.size * length, dtype=x.dtype, device=x.device)
+            chunks[: x.numel()] = x.reshape(-1)
+            chunk = sum_in_member_order(self._swap("all_reduce", chunks.view(self.size, length)))
+            return self._gather("all_reduce", chunk).view(-1)[: x.numel()].view(x.shape)
+
+    def reduce_scatter(self, x: Tensor) -> Tensor:
+        """See `Group`; ValueError when the first dimension is not N."""
+        self._check_chunks("reduce_scatter", x)
+        with self._operation("reduce_scatter"):
+            return sum_in_member_order(self._swap("reduce_scatter", x.contiguous()))
+
+    def all_to_all(self, x: Tensor) -> Tensor:
+        """See `Group`; ValueError when the first dimension is not N."""
+        self._check_chunks("all_to_all", x)
+        with self._operation("all_to_all"):
+            return self._swap("all_to_all", x.contiguous())
+
+    def broadcast(self, x: Tensor, root: int) -> Tensor:
+        """See `Group`; ValueError when root is not a member."""
+        if not 0 <= root < self.size:
+            raise ValueError(f"group {self.name}: broadcast from member {root} of {self.size}")
+        with self._operation("broadcast"):
+            return self._copy(x.contiguous(), root)
+
+    def barrier(self) -> None:
+        """See `Group`."""
+        with self._operation("barrier"):
+            self._meet()
+
+    def set_timeout(self, seconds: float) -> None:
+        """See `Group`."""
+        self._timeout_s = seconds
+
+    def close(self) -> None:
+        """See `Group`."""
+        self._shut("closed")
+
+    def _check_chunks(self, op: str, x: Tensor) -> None:
+        if x.dim() == 0 or x.shape[0] != self.size:
+            raise ValueError(f"group {self.name}: {op} takes [{self.size}, …], got {list(x.shape)}")
+
+    def _check_open(self) -> None:
+        if self._failure is not None:
+            raise CollectiveError(f"group {self.name} can't be used, member {self.index}: {self._failure}")
+
+    @contextmanager
+    def _operation(self, op: str) -> Iterator[None]:
+        self._check_open()
+        self.calls += 1
+        try:
+            yield
+        except RuntimeError as error:
+            message = f"group {self.name}, member {self.index} of {self.size}: {op} failed: {error}"
+            self._shut(message)
+            raise CollectiveError(message) from error
+
+    def _shut(self, reason: str) -> None:
+        with self._state:
+            if self._failure is not None:
+                return
+            self._failure = reason
+            self._release(reason)
+
+    @abstractmethod
+    def _gather(self, op: str, x: Tensor) -> Tensor:
+        """[*s] on every member → [N, *s]."""
+
+    @abstractmethod
+    def _swap(self, op: str, x: Tensor) -> Tensor:
+        """[N, *s] → [N, *s]: chunk j goes to member j."""
+
+    @abstractmethod
+    def _copy(self, x: Tensor, root: int) -> Tensor:
+        """[*s] → [*s] of member `root`."""
+
+    @abstractmethod
+    def _meet(self) -> None:
+        """Returns when all members are here."""
+
+    @abstractmethod
+    def _release(self, reason: str) -> None:
+        """Gives resources back without waiting; called once, with the state lock held."""

@@ -1,0 +1,72 @@
+"""The KV cache of one rank: a pool of blocks, the same block ids in every layer."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+class KvPool:
+    """K and V of [num_blocks, block_size, num_kv_heads, head_dim] per layer.
+
+    Tokens are the outer dimensions and heads the inner ones: writing a token is one contiguous row, and blocks with adjacent
+    ids are one [tokens, heads, head_dim] tensor that attention reads through strides, without a copy. Block-major inside a
+    layer, so that a block is contiguous for transfer.
+
+    Raises ValueError when a size is below 1.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+    ) -> None:
+        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        if min(shape) < 1:
+            raise ValueError(
+                f"KV pool of {num_layers} layers, {num_blocks} blocks of {block_size} tokens, "
+                f"{num_kv_heads} heads of {head_dim}: every size must be at least 1"
+            )
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        # Zeros come as untouched pages from the system: memory is taken when a block is first written.
+        self._data = torch.zeros(shape, dtype=dtype, device=device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the cache."""
+        return self._data.dtype
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes that one block id stands for: K and V of all layers."""
+        return self._data.nbytes // self.num_blocks
+
+    def cache(self, layer: int) -> tuple[Tensor, Tensor]:
+        """K and V of a layer, [num_blocks, block_size, num_kv_heads, head_dim] each; views."""
+        return self._data[layer, 0], self._data[layer, 1]
+
+    def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+        """Stores k and v [T, num_kv_heads, head_dim] at slots [T] int64 (block_id·B + offset), cast to the cache's dtype.
+
+        Tokens with slot −1 belong to another shard and are skipped. A slot beyond the pool raises IndexError.
+        """
+        mine = slots >= 0
+        if not mine.all():
+            slots, k, v = slots[mine], k[mine], v[mine]
+        if slots.numel() == 0:
+            return
+        for cache, x in zip(self.cache(layer), (k, v), strict=True):
+            cache.view(-1, self.num_kv_heads, self.head_dim)[slots] = x.to(cache.dtype)
+
+    def fill_nan(self, blocks: Sequence[int]) -> None:
+        """Fills the blocks with NaN in every layer: a debug aid that makes any read of stale data visible."""
+        self._data[:, :, list(blocks)] = torch.nan
