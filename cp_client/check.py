@@ -61,11 +61,11 @@ def _heads(args: Namespace) -> tuple[int, int] | None:
 
 
 def _model_heads(path: str) -> tuple[int, int]:
-    from model_files import open_model
+    from model_files import ModelRefused, open_model
 
     try:
         shape = open_model(path).shape
-    except ValueError as error:
+    except ModelRefused as error:
         raise _Refused(str(error)) from None
     return shape.num_heads, shape.num_kv_heads
 
