@@ -1,13 +1,13 @@
 import random
 
 import pytest
-from dealing import deal, small_layouts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_layout.capacity import blocks_by_member, fits_ever, group_capacity_tokens, roomiest_offset
 from cp_layout.errors import LayoutError
 from cp_layout.interleave import Layout
+from tests.cp_layout.dealing import deal, small_layouts
 
 
 @pytest.mark.parametrize("layout", small_layouts(), ids=str)

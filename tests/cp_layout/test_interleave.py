@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
-from dealing import deal, small_layouts
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_layout.errors import LayoutError
 from cp_layout.interleave import NOT_MINE, Layout
+from tests.cp_layout.dealing import deal, small_layouts
 
 
 @st.composite
