@@ -6,6 +6,7 @@ closed, and a process group with an operation still in flight is destroyed by a 
 deadline (the destructor would otherwise block the caller until then).
 """
 
+import re
 import socket
 import threading
 import time
@@ -94,8 +95,16 @@ def _finished(work: Any) -> bool:
     except RuntimeError:
         if not work.is_completed():
             return False
-        work.wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(_cause(error)) from error
     return True
+
+
+def _cause(error: RuntimeError) -> str:
+    """gloo's message without the place in its source and without advice."""
+    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". This is typically")[0]
 
 
 def _destroy_later(held: list[Any], work: Any) -> None:
@@ -162,7 +171,7 @@ class GlooBackend:
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._host, lazy_init=False)]
             process_group = dist.ProcessGroupGloo(store, index, len(ranks), options)
         except RuntimeError as error:
-            raise CollectiveError(f"group {name}, member {index} of {len(ranks)}: open failed: {error}") from error
+            raise CollectiveError(f"group {name}, member {index} of {len(ranks)}: open failed: {_cause(error)}") from error
         group = GlooGroup(name, len(ranks), index, max(deadline - time.monotonic(), SLICE_S), process_group, store)
         del process_group, store
         group.barrier()

@@ -54,6 +54,7 @@ class _Room:
                 self.fail(f"member {index} calls {what} where member {turn.opener} calls {turn.what}")
             while turn.missing:
                 if self._failure is not None:
+                    turn.missing.add(index)  # for those who come later: who gave up is not here
                     raise RuntimeError(self._failure)
                 if not self._changed.wait(deadline - time.monotonic()):
                     self.fail(f"members {sorted(turn.missing)} did not call {what} within {timeout_s:g} s")

@@ -1,0 +1,38 @@
+"""One member of a gloo group in a process of its own.
+
+Arguments: mode (`mixed` or `endless`), index, size, timeout in seconds, bootstrap. Member 0 prints the bootstrap bytes that
+the others are started with.
+"""
+
+import sys
+
+import torch
+
+from rank_server.collectives.base import CollectiveError
+from rank_server.collectives.gloo import GlooBackend
+from tests.rank_server.collectives.harness import check_mixed_operations
+
+
+def main(mode: str, index: int, size: int, timeout_s: float, bootstrap: str) -> None:
+    backend = GlooBackend("127.0.0.1")
+    if index == 0:
+        bootstrap = backend.prepare("g", range(size)).decode()
+        print(bootstrap, flush=True)
+    group = backend.open("g", range(size), index, bootstrap.encode(), 30.0)
+    group.set_timeout(timeout_s)
+    if mode == "mixed":
+        check_mixed_operations(group)
+        print(f"{group.calls} operations", flush=True)
+        group.close()
+        return
+    group.barrier()
+    print("running", flush=True)
+    try:
+        while True:
+            group.all_reduce(torch.ones(10_000))
+    except CollectiveError as error:
+        print(f"lost: {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
