@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch
-from rank_server.attention.merge import merge_partials, merged_lse, weighted
+from rank_server.attention.merge import merge_partials, scaled, shares
 from rank_server.attention.partial import paged_partial
 from rank_server.collectives.base import Group
 from rank_server.kv_pool import KvPool
@@ -73,8 +73,8 @@ class DcpAttention:
         return merge_partials(received[..., :-1], received[..., -1])[0]
 
     def _merge_ag_rs(self, out: Tensor, lse: Tensor) -> Tensor:
-        total = merged_lse(self._dcp_group.all_gather(lse))
-        return self._dcp_group.reduce_scatter(self._chunks(weighted(out, lse, total)))
+        weights, _ = shares(self._dcp_group.all_gather(lse))
+        return self._dcp_group.reduce_scatter(self._chunks(scaled(out, weights[self._dcp_group.index])))
 
     def _chunks(self, x: Tensor) -> Tensor:
         """[T, d·hq, E] → [N, T, hq, E]: member j gets the heads of query member j // pcp."""

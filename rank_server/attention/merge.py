@@ -3,7 +3,10 @@
 A partial is (out, lse): softmax-weighted values over its keys, and the natural logarithm of the sum of exp(score) over them,
 both fp32. A set without keys is (anything, −inf) and contributes exactly nothing. With m = max_r lse_r (0 if all are −inf):
 
-    lse = m + log Σ exp(lse_r − m),  out = Σ exp(lse_r − lse)·out_r
+    lse = m + log Σ exp(lse_r − m),  out = Σ exp(lse_r − m)·out_r / Σ exp(lse_r − m)
+
+The weights are normalised by their own sum instead of being taken as exp(lse_r − lse): they then add up to 1 even where lse is
+so large that its fp32 rounding would show.
 """
 
 from collections.abc import Sequence
@@ -23,18 +26,22 @@ def clear_empty(out: Tensor, lse: Tensor, num_keys: Tensor) -> None:
         lse[empty] = -torch.inf
 
 
-def merged_lse(lses: Tensor) -> Tensor:
-    """[N, *s] → [*s]: lse over the union of the keys; −inf where all are −inf."""
+def shares(lses: Tensor) -> tuple[Tensor, Tensor]:
+    """lses [N, *s] → (share of each set in the softmax over their union [N, *s], lse over the union [*s]).
+
+    The share of an empty set is exactly 0; where all are empty, lse is −inf.
+    """
     highest = lses.amax(0)
     highest = torch.where(highest == -torch.inf, 0.0, highest)
-    return highest + (lses - highest).exp_().sum(0).log_()
+    weights = (lses - highest).exp_()
+    sums = weights.sum(0)
+    lse = highest + sums.log()
+    return weights.div_(torch.where(sums == 0, 1.0, sums)), lse
 
 
-def weighted(out: Tensor, lse: Tensor, total: Tensor) -> Tensor:
-    """exp(lse − total)·out, [*s, D] from out [*s, D], lse and total [*s]; exactly 0 where lse is −inf, whatever out holds."""
-    empty = lse == -torch.inf
-    weight = (lse - total).exp_()
-    return (out * weight.unsqueeze(-1)).masked_fill_(empty.unsqueeze(-1), 0.0)
+def scaled(out: Tensor, share: Tensor) -> Tensor:
+    """share·out, [*s, D] from out [*s, D] and share [*s]; exactly 0 where share is 0, whatever out holds."""
+    return (out * share.unsqueeze(-1)).masked_fill_((share == 0).unsqueeze(-1), 0.0)
 
 
 def merge_partials(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,8 +49,8 @@ def merge_partials(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tenso
 
     Terms are added in the order given, one at a time: beside the result one buffer of its size is needed.
     """
-    total = merged_lse(lses)
-    merged = weighted(outs[0], lses[0], total)
-    for out, lse in zip(outs[1:], lses[1:], strict=True):
-        merged += weighted(out, lse, total)
-    return merged, total
+    weights, lse = shares(lses)
+    merged = scaled(outs[0], weights[0])
+    for out, weight in zip(outs[1:], weights[1:], strict=True):
+        merged += scaled(out, weight)
+    return merged, lse
