@@ -99,7 +99,7 @@ def rotate_half_order(rows: np.ndarray, head_dim: int) -> np.ndarray:
     a head apart (rows i and i + head_dim/2).
     """
     heads = rows.shape[0] // head_dim
-    return rows.reshape(heads, head_dim // 2, 2, -1).swapaxes(1, 2).reshape(rows.shape)
+    return rows.reshape(heads, head_dim // 2, 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
 
 
 def open_gguf(path: Path) -> GgufModel:

@@ -43,9 +43,7 @@ def _family(header: GgufHeader) -> _Family:
     families = _families()
     if model != "gpt2" or pre not in families:
         known = ", ".join(families)
-        raise ModelRefused(
-            f"{header.path}: tokenizer {model!r} with pre-tokenizer {pre!r} is not supported, only gpt2 with {known}"
-        )
+        raise ModelRefused(f"{header.path}: tokenizer {model!r} with {pre!r} is not supported, only 'gpt2' with {known}")
     return families[pre]
 
 
@@ -65,6 +63,9 @@ def build_tokenizer(header: GgufHeader, vocab_size: int) -> Tokenizer:
             f"{header.path}: {len(tokens)} tokens with {len(types)} token types do not fit a vocabulary of {vocab_size}"
         )
     merges = [tuple(merge.split(" ")) for merge in header.array("tokenizer.ggml.merges")]
+    for merge in merges:
+        if len(merge) != 2:
+            raise ModelRefused(f"{header.path}: merge {' '.join(merge)!r} is not two tokens")
     vocabulary = {token: token_id for token_id, token in enumerate(tokens)}
     try:
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=family.whole_words_first))
