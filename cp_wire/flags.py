@@ -1,0 +1,134 @@
+"""Flags of a cluster: one definition for every process and for the launcher."""
+
+import argparse
+import os
+from collections.abc import Callable
+
+from cp_wire.pb import common_pb2
+
+DTYPES = ("auto", "bfloat16", "float32", "float16")
+KV_DTYPES = ("auto", "bfloat16", "float32", "float16")
+DEVICES = ("auto", "cpu", "cuda")
+COLLECTIVES = ("auto", "gloo")
+MERGES = {"a2a": common_pb2.MERGE_A2A, "ag_rs": common_pb2.MERGE_AG_RS}
+BATCHED_TOKENS = {"auto": 512, "cpu": 512, "cuda": 8192}
+"""Default token budget of a step, by device."""
+
+_UNITS = {
+    "": 1,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+}
+_UINT32_MAX = 2**32 - 1
+_UINT64_MAX = 2**64 - 1
+
+
+def integer(minimum: int, maximum: int = _UINT32_MAX) -> Callable[[str], int]:
+    """Parser of a whole number in [minimum, maximum]."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if not minimum <= value <= maximum:
+            raise argparse.ArgumentTypeError(f"{value} is outside [{minimum}, {maximum}]")
+        return value
+
+    return parse
+
+
+def byte_count(text: str) -> int:
+    """Bytes from `1073741824`, `512MiB`, `1.5GiB` or `2GB`."""
+    number = text.rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
+    unit = _UNITS.get(text[len(number) :].strip().lower())
+    try:
+        value = float(number) * unit if unit is not None else 0.0
+    except ValueError:
+        value = 0.0
+    if not 1 <= value <= _UINT64_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of bytes such as 1073741824, 512MiB or 1.5GiB")
+    return int(value)
+
+
+def add_shape_flags(parser: argparse.ArgumentParser, *, pcp: int = 1, dcp: int = 1) -> None:
+    """Parallel sizes; the keywords are the defaults."""
+    size = integer(1)
+    parser.add_argument("-tp", "--tensor-parallel-size", "--tp", dest="tp", type=size, default=1, metavar="T")
+    parser.add_argument("-pcp", "--prefill-context-parallel-size", "--pcp", dest="pcp", type=size, default=pcp, metavar="P")
+    parser.add_argument("-dcp", "--decode-context-parallel-size", "--dcp", dest="dcp", type=size, default=dcp, metavar="D")
+    parser.add_argument("-dp", "--data-parallel-size", "--dp", dest="dp", type=size, default=1, metavar="R")
+
+
+def add_cluster_flags(parser: argparse.ArgumentParser, *, pcp: int = 1, dcp: int = 1) -> None:
+    """All flags that describe a cluster; the keywords are defaults of the parallel sizes. `cluster_config_from` reads them."""
+    add_shape_flags(parser, pcp=pcp, dcp=dcp)
+    parser.add_argument(
+        "--cp-kv-cache-interleave-size",
+        dest="interleave",
+        type=integer(1),
+        metavar="I",
+        help="consecutive tokens on one KV shard (default: the block size)",
+    )
+    parser.add_argument("--block-size", type=integer(1), default=16, metavar="B", help="tokens per KV block (default: 16)")
+    pool = parser.add_mutually_exclusive_group()
+    pool.add_argument("--kv-cache-tokens-per-rank", type=integer(1, _UINT64_MAX), default=0, metavar="N")
+    pool.add_argument("--kv-cache-memory-bytes", type=byte_count, default=0, metavar="X", help="KV pool of a rank, e.g. 2GiB")
+    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="default: the model's dtype")
+    parser.add_argument("--max-model-len", type=integer(1), default=0, metavar="L", help="default: what the model allows")
+    parser.add_argument(
+        "--max-num-seqs", type=integer(1), default=64, metavar="S", help="requests running at once (default: 64)"
+    )
+    parser.add_argument(
+        "--max-num-batched-tokens",
+        type=integer(1),
+        metavar="T",
+        help="tokens computed in one step (default: 512, on a GPU 8192)",
+    )
+    parser.add_argument(
+        "--dcp-comm-backend", choices=sorted(MERGES), default="a2a", help="merge of partial attention (default: a2a)"
+    )
+    parser.add_argument("--collectives", choices=COLLECTIVES, default="auto")
+    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the checkpoint's (bfloat16 for GGUF)")
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--threads-per-rank", type=integer(1), default=0, metavar="T", help="default: CPUs ÷ ranks on the host")
+    parser.add_argument(
+        "--seed", type=integer(0, _UINT64_MAX), help="makes the seeds drawn for requests without one repeatable"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+
+
+def cluster_config_from(args: argparse.Namespace) -> common_pb2.ClusterConfig:
+    """The configuration the flags ask for.
+
+    `auto` dtypes and collectives and a `max_model_len` of 0 are left for the coordinator, who knows the model; so are
+    the model's name and hash, and the protocol version. No law is checked here.
+    """
+    return common_pb2.ClusterConfig(
+        tp=args.tp,
+        pcp=args.pcp,
+        dcp=args.dcp,
+        dp=args.dp,
+        interleave=args.interleave or args.block_size,
+        block_size=args.block_size,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens or BATCHED_TOKENS[args.device],
+        merge=MERGES[args.dcp_comm_backend],
+        dtype=args.dtype,
+        kv_cache_dtype=args.kv_cache_dtype,
+        collectives=args.collectives,
+        kv_cache_tokens_per_rank=args.kv_cache_tokens_per_rank,
+        kv_cache_memory_bytes=args.kv_cache_memory_bytes,
+    )
+
+
+def threads_per_rank(asked: int, ranks_on_host: int) -> int:
+    """Compute threads of one rank: what was asked for, else an equal share of the CPUs this process may use, at least 1."""
+    return asked or max(1, len(os.sched_getaffinity(0)) // ranks_on_host)

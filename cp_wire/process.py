@@ -1,0 +1,82 @@
+"""The life of a server process: one event loop, signals, the parent's end, the last line on stderr."""
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Awaitable, Callable
+
+import uvloop
+
+from cp_wire.errors import ConfigRefused, InvalidRequest, KvloomError
+
+DONE, FAILED, REFUSED = 0, 1, 2
+"""Exit statuses."""
+
+_REFUSALS = (ConfigRefused, InvalidRequest, ValueError)
+
+
+def run(main: Callable[[], Awaitable[int]]) -> int:
+    """Runs `main` on a uvloop event loop and returns the exit status of the process.
+
+    The first SIGINT or SIGTERM cancels `main`, which cleans up and either returns a status or lets CancelledError
+    pass (status 0); the second one ends the process at once with status 1. An exception becomes the last line on
+    stderr, `fatal: MESSAGE`: status 2 for a refusal (ConfigRefused, InvalidRequest, ValueError), 1 for the rest.
+    """
+    try:
+        return uvloop.run(_until_signal(main))
+    except Exception as error:
+        return report(error)
+
+
+def report(error: Exception) -> int:
+    """Writes `fatal: …` for an exception that ends the process, below its traceback if it is a bug; returns the status."""
+    expected = isinstance(error, (KvloomError, OSError)) or (isinstance(error, ValueError) and type(error) is not ValueError)
+    if not expected:
+        traceback.print_exception(error)
+    message = " ".join((str(error) or type(error).__name__).split())
+    print(f"fatal: {message}", file=sys.stderr, flush=True)
+    return REFUSED if isinstance(error, _REFUSALS) else FAILED
+
+
+async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
+    loop = asyncio.get_running_loop()
+    task = asyncio.ensure_future(main())
+    signals = 0
+
+    def on_signal() -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            os._exit(FAILED)
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, on_signal)
+    try:
+        return await task
+    except asyncio.CancelledError:
+        if signals == 0:
+            raise
+        return DONE
+
+
+def watch_stdin_eof(callback: Callable[[], None] | None = None) -> None:
+    """Calls `callback` once when stdin ends, i.e. when the launcher that holds its other end has gone in any way.
+
+    The default is what SIGTERM does. Only for a process that was told that stdin is such a pipe (`--exit-with-stdin`):
+    a terminal or /dev/null says nothing about the parent. Call it on the event loop.
+    """
+    loop = asyncio.get_running_loop()
+    fd = sys.stdin.fileno()
+
+    def on_readable() -> None:
+        if not os.read(fd, 4096):
+            loop.remove_reader(fd)
+            if callback is None:
+                signal.raise_signal(signal.SIGTERM)
+            else:
+                callback()
+
+    loop.add_reader(fd, on_readable)

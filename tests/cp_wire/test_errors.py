@@ -1,0 +1,90 @@
+"""Exceptions survive the wire in both shapes of call."""
+
+import grpc
+import pytest
+from google.rpc import status_pb2
+
+from cp_wire import channels, errors
+from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
+from cp_wire.serve import Server
+from tests.cp_wire.services import INFERENCE, Echo
+
+SAMPLES = [
+    errors.InvalidRequest("top_p", 1.5, "must be in (0, 1]"),
+    errors.Duplicate("request r1 is active"),
+    errors.Unknown("no model fox here"),
+    errors.MessageTooLarge("too much"),
+    errors.Exhausted("the queue is full", retry_after_s=0.25),
+    errors.Unavailable("rank 1 was lost", retry_after_s=1.5),
+    errors.Cancelled("cancelled"),
+    errors.DeadlineExceeded("too late"),
+    errors.ConfigRefused("rank 1 speaks protocol 7"),
+    errors.PortInUse("127.0.0.1", 80),
+    errors.Internal("oops"),
+]
+
+
+def test_the_table_is_covered_and_unambiguous():
+    assert [type(error) for error in SAMPLES] == list(errors.TABLE)
+    assert len({cls.reason for cls in errors.TABLE}) == len(errors.TABLE)
+
+
+@pytest.mark.parametrize("method", ["Generate", "Abort"])
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda error: type(error).__name__)
+async def test_l3_round_trip(sample, method):
+    server = Server("127.0.0.1", 0, "control")
+    server.add(coordinator_pb2_grpc.add_InferenceServiceServicer_to_server, Echo(sample), INFERENCE)
+    address = await server.start()
+    async with channels.open_channel(address, "control") as channel:
+        stub = coordinator_pb2_grpc.InferenceServiceStub(channel)
+        with pytest.raises(grpc.RpcError) as caught:
+            if method == "Abort":
+                await stub.Abort(coordinator_pb2.AbortRequest(), timeout=5)
+            else:
+                async for _ in stub.Generate(coordinator_pb2.GenerateRequest(), timeout=5):
+                    pass
+    await server.stop(0)
+    got = errors.from_rpc_error(caught.value)
+    assert type(got) is type(sample)
+    assert (got.message, got.retry_after_s) == (sample.message, sample.retry_after_s)
+    assert vars(got) == vars(sample)
+
+
+async def test_a_foreign_exception_shows_its_type_only():
+    server = Server("127.0.0.1", 0, "control")
+    failure = FileNotFoundError("/secret/place")
+    server.add(coordinator_pb2_grpc.add_InferenceServiceServicer_to_server, Echo(failure), INFERENCE)
+    address = await server.start()
+    async with channels.open_channel(address, "control") as channel:
+        with pytest.raises(grpc.RpcError) as caught:
+            await coordinator_pb2_grpc.InferenceServiceStub(channel).Abort(coordinator_pb2.AbortRequest(), timeout=5)
+    await server.stop(0)
+    got = errors.from_rpc_error(caught.value)
+    assert isinstance(got, errors.Internal)
+    assert "FileNotFoundError" in got.message
+    assert "secret" not in got.message
+
+
+@pytest.mark.parametrize(
+    ("code", "cls", "retryable"),
+    [
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequest, False),
+        (grpc.StatusCode.UNAVAILABLE, errors.Unavailable, True),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.MessageTooLarge, False),
+        (grpc.StatusCode.CANCELLED, errors.Cancelled, False),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineExceeded, True),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.Internal, False),
+    ],
+)
+def test_a_status_without_details_is_understood_by_its_code(code, cls, retryable):
+    error = errors.from_status(status_pb2.Status(code=code.value[0], message="plain"))
+    assert type(error) is cls
+    assert error.retryable is retryable
+    assert "plain" in error.message
+
+
+def test_a_long_value_is_shortened():
+    error = errors.InvalidRequest("stop", "x" * 10_000_000, "at most 256 characters")
+    assert len(error.message) < 120
+    assert error.message.startswith("stop is xxx")
+    assert error.message.endswith("at most 256 characters")

@@ -1,0 +1,127 @@
+"""The life of a process, seen from outside: statuses, last line, signals, the parent's end."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+HEAD = """
+import asyncio, sys
+from cp_wire import errors, process
+from cp_layout.errors import LayoutError
+"""
+
+
+def start(body, **kwargs):
+    """A child whose `main` has the given body; it prints `up` when it is ready for signals."""
+    code = HEAD + "async def main():\n" + textwrap.indent(textwrap.dedent(body), "    ") + "\nsys.exit(process.run(main))\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **{"stdin": subprocess.DEVNULL, **kwargs},
+    )
+
+
+def last_line(text):
+    return text.strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "line", "traceback"),
+    [
+        ("raise LayoutError('B 3 is odd')", 2, "fatal: B 3 is odd", False),
+        ("raise errors.ConfigRefused('no')", 2, "fatal: no", False),
+        ("raise errors.InvalidRequest('x', 1, 'at most 0')", 2, "fatal: x is 1: at most 0", False),
+        ("raise errors.Unavailable('rank 1:\\n  gone')", 1, "fatal: rank 1: gone", False),
+        ("raise errors.PortInUse('h', 1)", 1, "fatal: cannot listen on h:1: the port is in use", False),
+        ("raise FileNotFoundError(2, 'No such file', 'a.gguf')", 1, "fatal: [Errno 2] No such file: 'a.gguf'", False),
+        ("{}['a']", 1, "fatal: 'a'", True),
+        ("raise AssertionError", 1, "fatal: AssertionError", True),
+    ],
+)
+def test_k9_the_last_line_says_why(body, status, line, traceback):
+    child = start(body)
+    _, err = child.communicate(timeout=20)
+    assert (child.returncode, last_line(err)) == (status, line)
+    assert ("Traceback" in err) is traceback
+
+
+def test_a_returned_status_is_the_exit_status():
+    child = start("return 7")
+    child.communicate(timeout=20)
+    assert child.returncode == 7
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_m5_a_signal_cancels_main_which_cleans_up(number):
+    child = start(
+        """
+        print('up', flush=True)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            print('cleaned', flush=True)
+        """
+    )
+    assert child.stdout.readline() == "up\n"
+    child.send_signal(number)
+    out, err = child.communicate(timeout=20)
+    assert (child.returncode, out, err) == (0, "cleaned\n", "")
+
+
+def test_m5_the_second_signal_forces():
+    child = start(
+        """
+        print('up', flush=True)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            print('cleaning', flush=True)
+            await asyncio.sleep(60)
+        """
+    )
+    assert child.stdout.readline() == "up\n"
+    child.terminate()
+    assert child.stdout.readline() == "cleaning\n"
+    child.terminate()
+    child.communicate(timeout=20)
+    assert child.returncode == 1
+
+
+def test_the_end_of_the_parent_ends_the_child():
+    child = start(
+        """
+        process.watch_stdin_eof()
+        print('up', flush=True)
+        await asyncio.sleep(60)
+        """,
+        stdin=subprocess.PIPE,
+    )
+    assert child.stdout.readline() == "up\n"
+    child.stdin.close()
+    assert child.wait(timeout=20) == 0
+    child.stdout.close()
+    child.stderr.close()
+
+
+def test_a_callback_hears_of_the_parents_end_and_not_of_written_bytes():
+    child = start(
+        """
+        ended = asyncio.Event()
+        process.watch_stdin_eof(ended.set)
+        print('up', flush=True)
+        await ended.wait()
+        return 5
+        """,
+        stdin=subprocess.PIPE,
+    )
+    assert child.stdout.readline() == "up\n"
+    child.stdin.write("ignored\n")
+    child.stdin.close()
+    assert child.wait(timeout=20) == 5
+    child.stdout.close()
+    child.stderr.close()
