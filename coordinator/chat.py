@@ -18,8 +18,10 @@ class ChatTemplate:
     """A compiled template.
 
     It sees `messages` (role, content), `add_generation_prompt` and the special tokens' texts; it can reach no file, no
-    attribute and no code, and its steps and the characters it handles are charged against a budget that grows with the
-    conversation.
+    attribute, no code and no clock, and its steps and the characters it handles are charged against a budget that grows
+    with the conversation. What users write is data and never a template. One charge comes late: a value printed whole is
+    written before its characters are counted, so a template (the operator's choice, as the weights are) that nests lists
+    exponentially can still cost much memory. Not safe for use by two threads at once.
     """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:

@@ -1,6 +1,7 @@
 """The text edge: prompts become token ids, output tokens become text.
 
-Pure computation without a lock: one worker thread calls it, never the event loop.
+Pure computation without a lock, never called from the event loop. Prompts may be encoded on one thread while another
+pushes tokens into detokenizers: the two share nothing that changes.
 """
 
 from collections.abc import Sequence

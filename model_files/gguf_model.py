@@ -135,6 +135,7 @@ def _shape(header: GgufHeader) -> ModelShape:
         raise ModelRefused(f"{path}: architecture {architecture!r} is not supported, only 'llama'")
     fields.only("llama.expert_count", 0)
     fields.only("llama.rope.scaling.type", "none")
+    fields.only("llama.rope.scaling.factor", 0, 1)
     fields.only("llama.attention.sliding_window", 0)
     fields.only("llama.rope.scale_linear", 1)
     if "rope_freqs.weight" in header.tensors:

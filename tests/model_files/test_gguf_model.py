@@ -100,6 +100,7 @@ def test_several_stop_tokens(tmp_path: Path) -> None:
         ({"general.architecture": "qwen2"}, "architecture 'qwen2' is not supported, only 'llama'"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported, only 0"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn' is not supported"),
+        ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor = 4.0 is not supported, only 0 or 1"),
         ({"llama.rope.dimension_count": 4}, "llama.rope.dimension_count = 4 is not supported, only 8"),
         ({"llama.attention.value_length": 16}, "llama.attention.value_length = 16 is not supported, only 8"),
         ({"llama.attention.sliding_window": 64}, "llama.attention.sliding_window = 64 is not supported"),
