@@ -19,9 +19,12 @@ SCATTERED_SUM_BYTES = 64 * 1024
 
 
 def sum_in_member_order(parts: Tensor) -> Tensor:
-    """[N, *s] → [*s] in parts' dtype: ((x0 + x1) + x2) + …, in fp32 for 16-bit floats and in the own dtype for the others."""
+    """[N, *s] → [*s] in parts' dtype: ((x0 + x1) + x2) + …, in fp32 for 16-bit floats and in the own dtype for the others.
+
+    `parts` is used up: the sum may be taken in its place.
+    """
     dtype = parts.dtype
-    total = parts[0].to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype, copy=True)
+    total = parts[0].to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
     for part in parts[1:]:
         total += part
     return total.to(dtype)

@@ -108,12 +108,9 @@ def _cause(error: RuntimeError) -> str:
 
 
 def _destroy_later(held: list[Any], work: Any) -> None:
+    # Asks instead of waiting in torch: a daemon thread that the interpreter's end finds inside C++ would abort the process.
     while not work.is_completed():
-        # The wait raises when its slice is over and when the operation has failed; the loop's condition tells them apart.
-        try:
-            work.wait(timedelta(seconds=1))
-        except RuntimeError:
-            continue
+        time.sleep(SLICE_S)
     held.clear()
 
 

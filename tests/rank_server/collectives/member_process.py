@@ -1,10 +1,11 @@
 """One member of a gloo group in a process of its own.
 
-Arguments: mode (`mixed` or `endless`), index, size, timeout in seconds, bootstrap. Member 0 prints the bootstrap bytes that
-the others are started with.
+Arguments: mode (`mixed`, `endless` or `leaving`), index, size, timeout in seconds, bootstrap. Member 0 prints the bootstrap
+bytes that the others are started with.
 """
 
 import sys
+import threading
 
 import torch
 
@@ -26,7 +27,12 @@ def main(mode: str, index: int, size: int, timeout_s: float, bootstrap: str) -> 
         group.close()
         return
     group.barrier()
+    if mode == "leaving" and index == 0:
+        threading.Timer(0.2, group.close).start()
     print("running", flush=True)
+    if mode == "leaving" and index > 0:
+        sys.stdin.read()
+        return
     try:
         while True:
             group.all_reduce(torch.ones(10_000))

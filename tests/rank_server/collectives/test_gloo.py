@@ -24,6 +24,7 @@ class Member:
         module = "tests.rank_server.collectives.member_process"
         self.process = subprocess.Popen(
             [sys.executable, "-m", module, mode, str(index), str(size), str(timeout_s), bootstrap],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -51,7 +52,8 @@ def start() -> Iterator["Start"]:
     for member in starter.members:
         member.process.kill()
         member.process.wait(DEADLINE_S)
-        assert member.process.stdout is not None
+        assert member.process.stdin is not None and member.process.stdout is not None
+        member.process.stdin.close()
         member.process.stdout.close()
 
 
@@ -95,6 +97,14 @@ def test_m1_a_frozen_peer_ends_in_the_timeout(start: Start) -> None:
     frozen = time.monotonic()
     assert members[0].line().startswith("lost: group g, member 0 of 2: all_reduce failed")
     assert time.monotonic() - frozen < 10.0
+    assert members[0].process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.cluster
+def test_m2_a_process_that_closes_a_running_operation_exits_cleanly_and_at_once(start: Start) -> None:
+    members = start("leaving", 2, 300.0)
+    assert [member.line() for member in members] == ["running"] * 2
+    assert members[0].line().startswith("lost: group g")
     assert members[0].process.wait(DEADLINE_S) == 0
 
 
