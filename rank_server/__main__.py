@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from cp_wire import channels, errors, process
+from cp_wire.flags import DEVICES, integer, threads_per_rank
 from cp_wire.identity import PROTOCOL_VERSION, new_instance
 from cp_wire.logs import configure_logging
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc, rank_pb2_grpc
@@ -27,34 +28,24 @@ STOP_GRACE_S = 1.0
 def build_parser() -> argparse.ArgumentParser:
     """Flags of a rank process."""
     parser = argparse.ArgumentParser(prog="python -m rank_server", description="One kvloom rank: a KV shard and a slice of the model.")
-    parser.add_argument("--rank", type=int, required=True, help="global rank index")
+    parser.add_argument("--rank", type=integer(0), required=True, help="global rank index")
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
     parser.add_argument("--model", required=True, help="Hugging Face directory or GGUF file")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to reach the other ranks from")
-    parser.add_argument("--port", type=int, default=0)
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    parser.add_argument("--threads-per-rank", type=int, default=0, help="0 = CPUs of the affinity mask ÷ ranks on the host")
-    parser.add_argument("--ranks-on-host", type=int, default=1, help="ranks that share this host's memory and CPUs")
+    parser.add_argument("--port", type=integer(0, 65535), default=0)
+    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--threads-per-rank", type=integer(1), default=0, help="default: CPUs ÷ ranks on the host")
+    parser.add_argument("--ranks-on-host", type=integer(1), default=1, help="ranks that share this host's memory and CPUs")
     parser.add_argument("--exit-with-stdin", action="store_true", help="exit when standard input closes")
     return parser
-
-
-def threads_for(asked: int, ranks_on_host: int) -> int:
-    """Threads for torch: what was asked for, else an equal share of the CPUs this process may use, at least 1."""
-    return asked or max(1, len(os.sched_getaffinity(0)) // ranks_on_host)
 
 
 async def serve(args: argparse.Namespace) -> int:
     """Runs until the lane closes; the exit status is 0 when it closed after it had been open."""
     if args.device == "cuda":
         raise errors.ConfigRefused("device cuda is not supported, only cpu")
-    if args.rank < 0 or args.ranks_on_host < 1 or args.threads_per_rank < 0:
-        raise errors.ConfigRefused(
-            f"rank {args.rank}, ranks on host {args.ranks_on_host}, threads {args.threads_per_rank}: "
-            "need rank >= 0, ranks on host >= 1, threads >= 0"
-        )
     model_files = open_model(args.model)
-    torch.set_num_threads(threads_for(args.threads_per_rank, args.ranks_on_host))
+    torch.set_num_threads(threads_per_rank(args.threads_per_rank, args.ranks_on_host))
     instance = new_instance()
     worker = Worker()
     executor = Executor(model_files, backends(args.host), worker.touch, args.ranks_on_host)
@@ -107,7 +98,7 @@ async def _until_open(servicer: RankServicer) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = build_parser().parse_args(argv)
-    configure_logging(f"rank {args.rank}")
+    configure_logging(f"rank{args.rank}")
     return process.run(lambda: serve(args))
 
 

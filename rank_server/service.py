@@ -1,7 +1,6 @@
 """The rank's gRPC face: the lane and the progress report. Never computes; hands commands to the worker."""
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
@@ -10,6 +9,7 @@ import grpc
 
 from cp_layout.errors import LayoutError
 from cp_wire import errors
+from cp_wire.logs import get_logger
 from cp_wire.pb import rank_pb2, rank_pb2_grpc
 from model_files import ModelRefused
 from rank_server.collectives.base import CollectiveError
@@ -19,7 +19,7 @@ from rank_server.models.weights import WeightError
 from rank_server.sequences import PlanRefused
 from rank_server.worker import Worker
 
-log = logging.getLogger(__name__)
+log = get_logger("rank")
 
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (PlanRefused, "PLAN_REFUSED"),
@@ -100,7 +100,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             getattr(response, field).CopyFrom(result)
         except Exception as error:
             if not isinstance(error, tuple(kind for kind, _ in _REASONS)):
-                log.exception("command %s failed", kind)
+                log.error("command failed", exc=error, command=kind)
             response.error.CopyFrom(command_error(error))
         return response
 

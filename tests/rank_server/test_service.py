@@ -1,0 +1,156 @@
+"""The lane over a real connection: order, epochs, instances, errors; the progress report during a long command."""
+
+import asyncio
+import threading
+
+import grpc
+import pytest
+
+from cp_wire import channels, errors
+from cp_wire.pb import rank_pb2, rank_pb2_grpc
+from cp_wire.serve import Server
+from rank_server.collectives.base import CollectiveError
+from rank_server.service import RankServicer
+from rank_server.worker import Worker
+
+DEADLINE_S = 10.0
+
+
+class RecordingExecutor:
+    """Stands in for the model: remembers what reached the worker, answers or raises as told."""
+
+    def __init__(self):
+        self.plans = []
+        self.error = None
+        self.block = None
+
+    def reset(self):
+        self.plans.append("reset")
+        return rank_pb2.ResetDone()
+
+    def allocate_pool(self, num_blocks):
+        return rank_pb2.PoolAllocated(num_blocks=num_blocks)
+
+    def step(self, plan):
+        if self.block is not None:
+            started, release = self.block
+            started.set()
+            assert release.wait(DEADLINE_S)
+        if self.error is not None:
+            raise self.error
+        self.plans.append(plan.ticket)
+        return rank_pb2.StepResult(ticket=plan.ticket)
+
+
+class Lane:
+    """The coordinator's end, as thin as can be."""
+
+    def __init__(self, stub):
+        self._stub = stub
+        self.stream = stub.Execute(timeout=DEADLINE_S)
+        self.sequence = 0
+
+    async def send(self, instance="me", epoch=0, sequence=None, **command):
+        self.sequence += 1
+        await self.stream.write(
+            rank_pb2.ExecuteRequest(
+                sequence=sequence if sequence is not None else self.sequence, instance=instance, epoch=epoch, **command
+            )
+        )
+        return await self.stream.read()
+
+
+@pytest.fixture
+async def rank():
+    executor, worker = RecordingExecutor(), Worker()
+    worker.start()
+    servicer = RankServicer(executor, worker, rank=3, instance="me")
+    server = Server("127.0.0.1", 0)
+    server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, servicer, "kvloom.v1.RankService")
+    address = await server.start()
+    async with channels.open_channel(address, "prompt") as channel:
+        yield rank_pb2_grpc.RankServiceStub(channel), servicer, executor
+    await server.stop(0)
+    assert await asyncio.to_thread(worker.stop, DEADLINE_S)
+
+
+async def test_commands_are_answered_in_order(rank):
+    stub, _, executor = rank
+    lane = Lane(stub)
+    for ticket in (5, 6, 9):
+        answer = await lane.send(step=rank_pb2.StepPlan(ticket=ticket))
+        assert (answer.sequence, answer.step.ticket, answer.instance) == (lane.sequence, ticket, "me")
+    assert executor.plans == [5, 6, 9]
+
+
+async def test_a_gap_in_the_sequence_ends_the_lane(rank):
+    stub, servicer, executor = rank
+    lane = Lane(stub)
+    with pytest.raises(grpc.RpcError) as caught:
+        await lane.send(sequence=2, reset=rank_pb2.Reset())
+    assert "expected command 1, got 2" in str(errors.from_rpc_error(caught.value))
+    await asyncio.wait_for(servicer.lane_closed.wait(), DEADLINE_S)
+    assert executor.plans == []
+
+
+async def test_h15_another_instance_is_refused(rank):
+    stub, _, executor = rank
+    answer = await Lane(stub).send(instance="former", step=rank_pb2.StepPlan(ticket=1))
+    assert answer.error.reason == "PLAN_REFUSED"
+    assert "'former'" in answer.error.message
+    assert executor.plans == []
+
+
+async def test_epochs_only_rise_and_rise_with_a_reset(rank):
+    stub, _, executor = rank
+    lane = Lane(stub)
+    assert (await lane.send(epoch=2, step=rank_pb2.StepPlan(ticket=1))).error.reason == "PLAN_REFUSED"
+    assert (await lane.send(epoch=2, reset=rank_pb2.Reset())).WhichOneof("result") == "reset_done"
+    assert "is at epoch 2" in (await lane.send(epoch=1, step=rank_pb2.StepPlan(ticket=2))).error.message
+    assert (await lane.send(epoch=2, step=rank_pb2.StepPlan(ticket=3))).step.ticket == 3
+    assert executor.plans == ["reset", 3]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [(CollectiveError("group dcp:0: peer gone"), "COLLECTIVE_FAILED"), (RuntimeError("odd"), "INTERNAL")],
+)
+async def test_h18_a_failed_command_is_an_answer_and_the_lane_lives(rank, error, reason):
+    stub, _, executor = rank
+    lane = Lane(stub)
+    executor.error = error
+    answer = await lane.send(step=rank_pb2.StepPlan(ticket=1))
+    assert (answer.error.reason, str(error) in answer.error.message) == (reason, True)
+    executor.error = None
+    assert (await lane.send(step=rank_pb2.StepPlan(ticket=2))).step.ticket == 2
+
+
+async def test_only_one_lane(rank):
+    stub, _, _ = rank
+    first = Lane(stub)
+    await first.send(allocate_pool=rank_pb2.AllocatePool(num_blocks=1))
+    with pytest.raises(grpc.RpcError) as caught:
+        await Lane(stub).send(reset=rank_pb2.Reset())
+    assert "already has a lane" in str(errors.from_rpc_error(caught.value))
+    assert (await first.send(allocate_pool=rank_pb2.AllocatePool(num_blocks=2))).pool_allocated.num_blocks == 2
+
+
+async def test_progress_is_answered_while_the_worker_is_busy(rank):
+    stub, _, executor = rank
+    executor.block = started, release = threading.Event(), threading.Event()
+    lane = Lane(stub)
+    step = asyncio.create_task(lane.send(step=rank_pb2.StepPlan(ticket=1)))
+    assert await asyncio.to_thread(started.wait, DEADLINE_S)
+    progress = await stub.GetProgress(rank_pb2.GetProgressRequest(), timeout=DEADLINE_S)
+    assert (progress.running_sequence, progress.rank, progress.instance) == (1, 3, "me")
+    release.set()
+    assert (await step).step.ticket == 1
+    assert (await stub.GetProgress(rank_pb2.GetProgressRequest(), timeout=DEADLINE_S)).running_sequence == 0
+
+
+async def test_lane_closed_is_seen_when_the_coordinator_goes(rank):
+    stub, servicer, _ = rank
+    lane = Lane(stub)
+    await lane.send(reset=rank_pb2.Reset())
+    lane.stream.cancel()
+    await asyncio.wait_for(servicer.lane_closed.wait(), DEADLINE_S)
