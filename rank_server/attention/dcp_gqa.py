@@ -1,7 +1,5 @@
 """Grouped-query attention whose KV is spread over a decode context parallel (DCP) group."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
@@ -10,8 +8,6 @@ from rank_server.attention.merge import merge_partials, scaled, shares
 from rank_server.attention.partial import paged_partial
 from rank_server.collectives.base import Group
 from rank_server.kv_pool import KvPool
-
-MergeName = Literal["a2a", "ag_rs"]
 
 
 class DcpAttention:
@@ -31,7 +27,7 @@ class DcpAttention:
         pool: KvPool,
         q_group: Group,
         dcp_group: Group,
-        merge: MergeName,
+        merge: str,
         scale: float,
         pcp: int,
         q_replicate: bool = False,

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rank_server.collectives.base import CollectiveError
 
-SCATTERED_SUM_BYTES = 64 * 1024
+SCATTERED_SUM_BYTES = 256 * 1024
 """From this size on, and with more than two members, an all-reduce sums one chunk per member and gathers the sums: it moves
 2(N−1)/N of the tensor instead of N−1 times the tensor, for one round more."""
 

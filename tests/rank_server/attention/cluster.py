@@ -12,7 +12,7 @@ from cp_layout.cuts import cut, kv_head_cut
 from cp_layout.grid import Grid
 from cp_layout.interleave import NOT_MINE, Layout
 from rank_server.attention.batch import AttentionBatch, AttentionRow
-from rank_server.attention.dcp_gqa import DcpAttention, MergeName
+from rank_server.attention.dcp_gqa import DcpAttention
 from rank_server.collectives.base import Group
 from rank_server.collectives.local import LocalBackend, LocalHub
 from rank_server.collectives.solo import SoloGroup
@@ -35,7 +35,7 @@ class Setup:
     kv_heads: int
     interleave: int
     block_size: int
-    merge: MergeName
+    merge: str
     lengths: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     q_replicate: bool = False

@@ -168,7 +168,7 @@ def test_replicated_queries_without_a_query_group_are_refused_naming_d() -> None
 
 def test_an_unknown_merge_is_refused() -> None:
     with pytest.raises(ValueError, match="merge 'ring' is not one of a2a, ag_rs"):
-        DcpAttention(one_block(), SoloGroup("q"), SoloGroup("dcp"), "ring", SCALE, 1)  # type: ignore[arg-type]
+        DcpAttention(one_block(), SoloGroup("q"), SoloGroup("dcp"), "ring", SCALE, 1)
 
 
 def one_block() -> KvPool:
