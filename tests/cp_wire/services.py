@@ -1,9 +1,11 @@
 """A small inference servicer for tests of the wire."""
 
 import asyncio
+from contextlib import asynccontextmanager
 
 from cp_wire.errors import abort
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
+from cp_wire.serve import Server
 
 INFERENCE = "kvloom.v1.InferenceService"
 
@@ -25,3 +27,15 @@ class Echo(coordinator_pb2_grpc.InferenceServiceServicer):
         if self.failure is not None:
             await abort(context, self.failure)
         return coordinator_pb2.AbortResponse()
+
+
+@asynccontextmanager
+async def serving(servicer, kind="control"):
+    """(server, address) of one inference servicer; stopped at the end whatever happens."""
+    server = Server("127.0.0.1", 0, kind)
+    server.add(coordinator_pb2_grpc.add_InferenceServiceServicer_to_server, servicer, INFERENCE)
+    address = await server.start()
+    try:
+        yield server, address
+    finally:
+        await server.stop(0)

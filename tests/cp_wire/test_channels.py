@@ -5,16 +5,9 @@ import asyncio
 import grpc
 import pytest
 
-from cp_wire import channels
+from cp_wire import channels, errors
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
-from cp_wire.serve import Server
-from tests.cp_wire.services import INFERENCE, Echo
-
-
-async def start_echo(kind):
-    server = Server("127.0.0.1", 0, kind)
-    server.add(coordinator_pb2_grpc.add_InferenceServiceServicer_to_server, Echo(), INFERENCE)
-    return server, await server.start()
+from tests.cp_wire.services import Echo, serving
 
 
 async def first_event(channel, request):
@@ -24,50 +17,42 @@ async def first_event(channel, request):
 
 
 async def test_k2_a_prompt_of_a_million_token_ids_travels_both_ways():
-    server, address = await start_echo("prompt")
     ids = [49_151] * 1_000_000
-    async with channels.open_channel(address, "prompt") as channel:
+    async with serving(Echo(), "prompt") as (_, address), channels.open_channel(address, "prompt") as channel:
         event = await first_event(channel, coordinator_pb2.GenerateRequest(tokens=coordinator_pb2.TokenPrompt(ids=ids)))
     assert len(event.tokens.token_ids) == 1_000_000
-    await server.stop(0)
 
 
 @pytest.mark.parametrize("kind", ["control", "data", "prompt"])
 async def test_k2_one_byte_above_the_limit_is_refused(kind):
-    server, address = await start_echo(kind)
     limit = channels.MAX_MESSAGE_BYTES[kind]
-    request = coordinator_pb2.GenerateRequest(text="x" * (limit - 5))
+    request = coordinator_pb2.AbortRequest(request_id="x" * (limit - 5))
     assert request.ByteSize() == limit
-    async with channels.open_channel(address, kind) as channel:
-        await first_event(channel, request)
-        request.text += "x"
+    async with serving(Echo(), kind) as (_, address), channels.open_channel(address, kind) as channel:
+        stub = coordinator_pb2_grpc.InferenceServiceStub(channel)
+        await stub.Abort(request, timeout=20)
+        request.request_id += "x"
         with pytest.raises(grpc.RpcError) as caught:
-            await first_event(channel, request)
-    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    await server.stop(0)
+            await stub.Abort(request, timeout=20)
+    assert isinstance(errors.from_rpc_error(caught.value), errors.MessageTooLarge)
 
 
 def test_k5_a_channel_in_each_of_three_loops():
     async def once():
-        server, address = await start_echo("control")
-        async with channels.open_channel(address, "control") as channel:
-            event = await first_event(channel, coordinator_pb2.GenerateRequest(text="loop"))
-        await server.stop(0)
-        return event.tokens.text
+        async with serving(Echo()) as (_, address), channels.open_channel(address, "control") as channel:
+            return (await first_event(channel, coordinator_pb2.GenerateRequest(text="loop"))).tokens.text
 
     assert [asyncio.run(once()) for _ in range(3)] == ["loop"] * 3
 
 
-async def test_a_blocking_channel_from_a_thread():
-    server, address = await start_echo("control")
-
-    def ask():
+async def test_k5_a_blocking_channel_from_a_thread():
+    def ask(address):
         with channels.open_sync_channel(address, "control") as channel:
             stub = coordinator_pb2_grpc.InferenceServiceStub(channel)
             return next(iter(stub.Generate(coordinator_pb2.GenerateRequest(text="thread"), timeout=10))).tokens.text
 
-    assert await asyncio.to_thread(ask) == "thread"
-    await server.stop(0)
+    async with serving(Echo()) as (_, address):
+        assert await asyncio.to_thread(ask, address) == "thread"
 
 
 def test_k4_both_ends_agree_on_pings():
@@ -85,10 +70,8 @@ def test_k4_both_ends_agree_on_pings():
 async def test_k4_a_silent_stream_survives_eager_pings(monkeypatch):
     eager = tuple((key, 1_000 if key == "grpc.keepalive_time_ms" else value) for key, value in channels._COMMON)
     monkeypatch.setattr(channels, "_COMMON", eager)
-    server, address = await start_echo("control")
-    async with channels.open_channel(address, "control") as channel:
+    async with serving(Echo()) as (_, address), channels.open_channel(address, "control") as channel:
         stub = coordinator_pb2_grpc.InferenceServiceStub(channel)
         call = stub.Generate(coordinator_pb2.GenerateRequest(text="quiet", max_tokens=30_000), timeout=60)
         assert (await call.read()).tokens.text == "quiet"
         assert (await call.read()).finished.finish_reason == "stop"
-    await server.stop(0)

@@ -55,11 +55,12 @@ def test_each_size_has_a_short_and_a_long_name(name, words):
 
 
 def test_every_value_arrives():
-    got = config(
-        *("-tp 4 -dcp 2 --block-size 8 --cp-kv-cache-interleave-size 4 --max-model-len 100 --max-num-seqs 5").split(),
-        *("--max-num-batched-tokens 7 --dcp-comm-backend ag_rs --dtype float32 --kv-cache-dtype bfloat16").split(),
-        *("--collectives gloo --kv-cache-memory-bytes 1.5MiB").split(),
+    words = (
+        "-tp 4 -dcp 2 --block-size 8 --cp-kv-cache-interleave-size 4 --max-model-len 100 --max-num-seqs 5 "
+        "--max-num-batched-tokens 7 --dcp-comm-backend ag_rs --dtype float32 --kv-cache-dtype bfloat16 "
+        "--collectives gloo --kv-cache-memory-bytes 1.5MiB"
     )
+    got = config(*words.split())
     assert got == common_pb2.ClusterConfig(
         tp=4,
         pcp=1,
