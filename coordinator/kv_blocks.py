@@ -1,0 +1,179 @@
+"""The KV of the requests of one scheduling set, in block ids: pools, prefix cache and block tables together."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.block_pool import BlockPool
+from coordinator.prefix_cache import Hit, Place, PrefixCache
+from coordinator.request import Request
+from cp_layout.blocks import BlockHasher, reusable_tokens
+from cp_layout.capacity import blocks_by_member, roomiest_offset
+from cp_layout.interleave import Layout
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a waiting request would go: its shard offset, its prefix hit, and the free blocks it takes in the end."""
+
+    shard_offset: int
+    hit: Hit
+    num_cached_tokens: int
+    free_needed: tuple[int, ...]
+    """Per member, free blocks that all known tokens need; evictable blocks of the hit count, held ones do not."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """Blocks and digests of one request."""
+
+    hasher: BlockHasher
+    digests: list[bytes] = field(default_factory=list)
+    """Chain of the first units of the known tokens, as far as it has been asked for."""
+    tables: tuple[list[int], ...] = ()
+    """Per member, the request's block table; () while it holds nothing."""
+    num_registered: int = 0
+    """Units of the tables that have been offered to the prefix cache, or came from it."""
+
+
+class KvBlocks:
+    """Blocks by pool member. The order of use per request: open, (place, admit, grow…, register…, release)…, close."""
+
+    def __init__(self, layout: Layout, blocks_per_member: int, identity: bytes) -> None:
+        self._layout = layout
+        self._blocks_per_member = blocks_per_member
+        self._identity = identity
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets all requests, all blocks and the whole prefix cache."""
+        law = BlockHasher(self._layout, self._identity, b"")
+        self._unit_tokens = law.unit_tokens
+        self._whole_blocks = law.units_per_virtual_block == self._layout.num_shards
+        self._pools = tuple(BlockPool(self._blocks_per_member) for _ in range(self._layout.num_shards))
+        self._cache = PrefixCache(law.units_per_virtual_block)
+        self._sequences: dict[int, _Sequence] = {}
+
+    @property
+    def free_blocks(self) -> tuple[int, ...]:
+        """Free blocks of each member, evictable ones included."""
+        return tuple(pool.num_free for pool in self._pools)
+
+    @property
+    def evictable_blocks(self) -> tuple[int, ...]:
+        """Blocks of each member that only the prefix cache names."""
+        return tuple(pool.num_evictable for pool in self._pools)
+
+    @property
+    def table_blocks(self) -> tuple[int, ...]:
+        """Per member, entries of all block tables: what a rank of that member reports as in use."""
+        tables = [sequence.tables for sequence in self._sequences.values() if sequence.tables]
+        return tuple(sum(len(table[member]) for table in tables) for member in range(len(self._pools)))
+
+    def open(self, request: Request) -> None:
+        """Takes note of a request; it holds nothing yet."""
+        self._sequences[request.handle] = _Sequence(BlockHasher(self._layout, self._identity, request.salt))
+
+    def close(self, request: Request) -> None:
+        """Forgets a request that holds nothing."""
+        if self._sequences.pop(request.handle).tables:
+            raise RuntimeError(f"request {request.handle} is forgotten while it holds blocks")
+
+    def place(self, request: Request, room: Sequence[int]) -> Placement:
+        """Prefix hit and shard offset for a request that holds nothing; changes nothing.
+
+        room: [N] free blocks that nobody else counts on. A hit decides the offset; without one it is the roomiest.
+        """
+        length = request.num_known
+        hit = self._cache.longest(self._chain(request, reusable_tokens(length, self._layout) // self._unit_tokens))
+        offset = hit.shard_offset if hit.units else roomiest_offset(self._layout, length, room)
+        needed = blocks_by_member(self._layout, length, offset)
+        for member, block in (place for unit in hit.units for place in unit):
+            needed[member] -= self._pools[member].is_held(block)
+        return Placement(offset, hit, len(hit.units) * self._unit_tokens, tuple(needed))
+
+    def admit(self, request: Request, placement: Placement) -> None:
+        """Gives the request the blocks of its prefix hit; the placement must be of this moment."""
+        sequence = self._sequences[request.handle]
+        sequence.tables = tuple([] for _ in self._pools)
+        for member, block in (place for unit in placement.hit.units for place in unit):
+            self._pools[member].share(block)
+            sequence.tables[member].append(block)
+        sequence.num_registered = len(placement.hit.units)
+
+    def missing(self, request: Request, length: int) -> list[int]:
+        """Per member, blocks that the request lacks for [0, length)."""
+        tables = self._sequences[request.handle].tables
+        needed = blocks_by_member(self._layout, length, request.shard_offset)
+        return [need - len(table) for need, table in zip(needed, tables, strict=True)]
+
+    def has_room(self, counts: Sequence[int]) -> bool:
+        """Whether every member has so many free blocks."""
+        return all(pool.num_free >= count for pool, count in zip(self._pools, counts, strict=True))
+
+    def grow(self, request: Request, counts: Sequence[int]) -> None:
+        """Appends so many blocks of each member to the request's tables; there must be room."""
+        for member, (table, count) in enumerate(zip(self._sequences[request.handle].tables, counts, strict=True)):
+            for _ in range(count):
+                block, evicted = self._pools[member].take()
+                if evicted:
+                    self._forget((member, block))
+                table.append(block)
+
+    def tail(self, request: Request, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+        """The last so many blocks of each table; () when all counts are 0."""
+        if not any(counts):
+            return ()
+        tables = self._sequences[request.handle].tables
+        return tuple(tuple(table[len(table) - count :]) for table, count in zip(tables, counts, strict=True))
+
+    def table_lengths(self, request: Request) -> list[int]:
+        """Blocks in each of the request's tables."""
+        return [len(table) for table in self._sequences[request.handle].tables]
+
+    def register(self, request: Request) -> None:
+        """Offers the units that are full of computed tokens, and have not been offered yet, to the prefix cache.
+
+        A unit that is already cached under the same offset is not cached twice: this request's copy stays its own.
+        """
+        sequence = self._sequences[request.handle]
+        full = request.num_computed // self._unit_tokens
+        if full <= sequence.num_registered:
+            return
+        for digest in self._chain(request, full, sequence.num_registered):
+            places = self._unit_places(sequence.num_registered, request.shard_offset, sequence.tables)
+            if self._cache.insert(digest, request.shard_offset, places):
+                for member, block in places:
+                    self._pools[member].mark_cached(block)
+            sequence.num_registered += 1
+
+    def release(self, request: Request) -> None:
+        """Gives all blocks back, the tables' ends first, so that a prefix outlives its continuation (F4)."""
+        sequence = self._sequences[request.handle]
+        for pool, table in zip(self._pools, sequence.tables, strict=True):
+            for block in reversed(table):
+                pool.release(block)
+        sequence.tables = ()
+        sequence.num_registered = 0
+
+    def _chain(self, request: Request, stop: int, start: int = 0) -> Iterator[bytes]:
+        """Digests of the units [start, stop) of the known tokens, each computed when first asked for, once per request."""
+        sequence = self._sequences[request.handle]
+        unit, digests = self._unit_tokens, sequence.digests
+        for index in range(start, stop):
+            while len(digests) <= index:
+                previous = digests[-1] if digests else sequence.hasher.root
+                first = len(digests) * unit
+                digests.append(sequence.hasher.extend(previous, request.known(first, first + unit)))
+            yield digests[index]
+
+    def _unit_places(self, unit: int, shard_offset: int, tables: Sequence[list[int]]) -> tuple[Place, ...]:
+        """Blocks of a unit: of the one shard that owns it when blocks are whole, else of all shards."""
+        layout, first = self._layout, unit * self._unit_tokens
+        shards: Sequence[int] = (layout.owner(first),) if self._whole_blocks else range(layout.num_shards)
+        column = layout.block_column(first)
+        members = [layout.member_of(shard, shard_offset) for shard in shards]
+        return tuple((member, tables[member][column]) for member in members)
+
+    def _forget(self, place: Place) -> None:
+        for member, block in self._cache.forget(place):
+            self._pools[member].unmark_cached(block)

@@ -1,0 +1,52 @@
+"""What goes into a scheduler and comes out of it, apart from requests and steps."""
+
+from dataclasses import dataclass
+
+
+class QueueFull(RuntimeError):
+    """As many requests wait as are allowed to; trying again later helps."""
+
+
+class StepOrderError(RuntimeError):
+    """A step is asked for while one is in flight, or committed without being the one in flight."""
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Bounds of one scheduling set; `ValueError` below 1."""
+
+    max_num_seqs: int
+    """Requests that run at the same time."""
+    max_num_batched_tokens: int
+    """Tokens of one step."""
+    max_waiting: int
+    """Requests that may queue; preempted ones are counted but never refused."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """What a committed step means for one request: a token, an end, or both."""
+
+    handle: int
+    new_token: int | None
+    finished: str | None
+    """stop, length, abort or error; None while the request goes on."""
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class SchedulerStats:
+    """Counters since the start, in tokens except `preemptions`."""
+
+    hit_unit_tokens: int
+    """Prefix hits are multiples of this: one virtual block (F2)."""
+    queried_tokens: int = 0
+    """Prompt tokens of first admissions; what is recomputed after a preemption is no query (F11)."""
+    hit_tokens: int = 0
+    recomputed_tokens: int = 0
+    preemptions: int = 0
