@@ -57,18 +57,19 @@ def byte_count(text: str) -> int:
     return int(value)
 
 
-def add_shape_flags(parser: argparse.ArgumentParser, *, pcp: int = 1, dcp: int = 1) -> None:
-    """Parallel sizes; the keywords are the defaults."""
-    size = integer(1)
-    parser.add_argument("-tp", "--tensor-parallel-size", "--tp", dest="tp", type=size, default=1, metavar="T")
-    parser.add_argument("-pcp", "--prefill-context-parallel-size", "--pcp", dest="pcp", type=size, default=pcp, metavar="P")
-    parser.add_argument("-dcp", "--decode-context-parallel-size", "--dcp", dest="dcp", type=size, default=dcp, metavar="D")
-    parser.add_argument("-dp", "--data-parallel-size", "--dp", dest="dp", type=size, default=1, metavar="R")
+SIZES = {
+    "tp": "--tensor-parallel-size",
+    "pcp": "--prefill-context-parallel-size",
+    "dcp": "--decode-context-parallel-size",
+    "dp": "--data-parallel-size",
+}
+"""Parallel sizes: short name (-tp and --tp) and long name."""
 
 
-def add_cluster_flags(parser: argparse.ArgumentParser, *, pcp: int = 1, dcp: int = 1) -> None:
-    """All flags that describe a cluster; the keywords are defaults of the parallel sizes. `cluster_config_from` reads them."""
-    add_shape_flags(parser, pcp=pcp, dcp=dcp)
+def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
+    """All flags that describe a cluster; `cluster_config_from` reads them, `cluster_argv` writes them again."""
+    for short, long in SIZES.items():
+        parser.add_argument(f"-{short}", long, f"--{short}", dest=short, type=integer(1), default=1, metavar="N")
     parser.add_argument(
         "--cp-kv-cache-interleave-size",
         dest="interleave",
@@ -127,6 +128,18 @@ def cluster_config_from(args: argparse.Namespace) -> common_pb2.ClusterConfig:
         kv_cache_tokens_per_rank=args.kv_cache_tokens_per_rank,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
     )
+
+
+def cluster_argv(args: argparse.Namespace) -> list[str]:
+    """The words that make `add_cluster_flags` parse to the same values: what a launcher hands to the coordinator."""
+    parser = argparse.ArgumentParser()
+    add_cluster_flags(parser)
+    words = []
+    for action in parser._actions:
+        value = getattr(args, action.dest, None)
+        if value != action.default and value is not None:
+            words += [action.option_strings[-1], str(value)]
+    return words
 
 
 def threads_per_rank(asked: int, ranks_on_host: int) -> int:

@@ -9,14 +9,14 @@ from cp_wire import flags
 from cp_wire.pb import common_pb2
 
 
-def parse(*words, **defaults):
+def parse(*words):
     parser = argparse.ArgumentParser(allow_abbrev=False)
-    flags.add_cluster_flags(parser, **defaults)
+    flags.add_cluster_flags(parser)
     return parser.parse_args(words)
 
 
-def config(*words, **defaults):
-    return flags.cluster_config_from(parse(*words, **defaults))
+def config(*words):
+    return flags.cluster_config_from(parse(*words))
 
 
 def test_defaults():
@@ -36,11 +36,6 @@ def test_defaults():
     )
 
 
-def test_the_caller_chooses_the_default_shape():
-    assert (config(pcp=2, dcp=2).pcp, config(pcp=2, dcp=2).dcp) == (2, 2)
-    assert config("-pcp", "4", pcp=2, dcp=2).pcp == 4
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -54,13 +49,15 @@ def test_each_size_has_a_short_and_a_long_name(name, words):
     assert [getattr(config(word, "3"), name) for word in words] == [3, 3, 3]
 
 
+EVERYTHING = (
+    "-tp 4 -dcp 2 --block-size 8 --cp-kv-cache-interleave-size 4 --max-model-len 100 --max-num-seqs 5 "
+    "--max-num-batched-tokens 7 --dcp-comm-backend ag_rs --dtype float32 --kv-cache-dtype bfloat16 "
+    "--collectives gloo --kv-cache-memory-bytes 1.5MiB"
+)
+
+
 def test_every_value_arrives():
-    words = (
-        "-tp 4 -dcp 2 --block-size 8 --cp-kv-cache-interleave-size 4 --max-model-len 100 --max-num-seqs 5 "
-        "--max-num-batched-tokens 7 --dcp-comm-backend ag_rs --dtype float32 --kv-cache-dtype bfloat16 "
-        "--collectives gloo --kv-cache-memory-bytes 1.5MiB"
-    )
-    got = config(*words.split())
+    got = config(*EVERYTHING.split())
     assert got == common_pb2.ClusterConfig(
         tp=4,
         pcp=1,
@@ -77,6 +74,15 @@ def test_every_value_arrives():
         collectives="gloo",
         kv_cache_memory_bytes=3 << 19,
     )
+
+
+@pytest.mark.parametrize(
+    "words",
+    [[], EVERYTHING.split(), ["--seed", "0", "--device", "cuda", "--threads-per-rank", "3", "--host", "::1", "-pcp", "2"]],
+)
+def test_j5_flags_survive_being_handed_on(words):
+    args = parse(*words)
+    assert parse(*flags.cluster_argv(args)) == args
 
 
 def test_j3_the_interleave_follows_the_block_size():

@@ -1,0 +1,44 @@
+"""`kvloom`: the command line.
+
+Each command's module is imported only when that command is asked for: `explain` answers without gRPC, `generate`
+without the model files.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+COMMANDS = {
+    "up": ("cp_client.up_command", "add_up_parser", "start a cluster on this host"),
+    "generate": ("cp_client.generate_command", "add_generate_parser", "answer one prompt"),
+    "status": ("cp_client.status_command", "add_status_parser", "ranks, groups and queues of a cluster"),
+    "explain": ("cp_client.explain", "add_explain_parser", "show where tokens, blocks and ranks lie"),
+    "check": ("cp_client.check", "add_check_parser", "judge a configuration before anything starts"),
+}
+"""Command → (module, function that adds its parser, summary). The parser sets `func(args) -> exit status`."""
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser with the full flags of `command` alone; the others are listed only."""
+    parser = argparse.ArgumentParser(prog="kvloom", description="Long-context serving over interleaved KV shards.")
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (module, function, summary) in COMMANDS.items():
+        if name == command:
+            add: Callable[[object], None] = getattr(import_module(module), function)
+            add(subparsers)
+        else:
+            subparsers.add_parser(name, help=summary)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status: 0 done, 2 refused, 1 failed."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    args = build_parser(words[0] if words else None).parse_args(words)
+    status: int = args.func(args)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,126 @@
+"""`kvloom generate`: one prompt, its text streamed or its result as JSON."""
+
+import json
+import sys
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
+from pathlib import Path
+
+from cp_client.client import Client, Stream
+from cp_client.events import Completion, join
+from cp_client.exit_status import DONE, FAILED, REFUSED
+from cp_client.request import GENERATE_TIMEOUT_S, Options
+from cp_wire.errors import InvalidRequest, KvloomError, MessageTooLarge, Unknown
+
+_REFUSALS = (InvalidRequest, Unknown, MessageTooLarge)
+
+
+def add_generate_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
+    """Adds `generate --target HOST:PORT … PROMPT`; sets `func(args) -> exit status`."""
+    parser = subparsers.add_parser("generate", help="answer one prompt", allow_abbrev=False)
+    parser.add_argument("--target", required=True, metavar="HOST:PORT")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("prompt", nargs="?", metavar="PROMPT")
+    source.add_argument("--token-ids", type=_ids, metavar="1,2,3")
+    source.add_argument("--file", type=Path, metavar="PATH", help="read the prompt from a file")
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template, as the user")
+    parser.add_argument("--max-tokens", type=int, metavar="N")
+    parser.add_argument("--min-tokens", type=int, metavar="N")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 = greedy")
+    parser.add_argument("--top-p", type=float, metavar="P")
+    parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--seed", type=int, metavar="S")
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    parser.add_argument("--ignore-eos", action="store_true")
+    parser.add_argument("--timeout", type=float, default=GENERATE_TIMEOUT_S, metavar="SECONDS")
+    parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
+    parser.set_defaults(func=generate)
+
+
+def generate(args: Namespace) -> int:
+    """Exit status 0 with the answer on stdout; 2 for a request that can never be served, 1 for the rest."""
+    try:
+        prompt, options = _request_of(args)
+        with Client(args.target) as client, client.generate(prompt, timeout=args.timeout, **options) as stream:
+            if args.json:
+                print(json.dumps(result_of(join(list(stream), stream.seed)), ensure_ascii=False))
+            else:
+                _print_text(stream)
+    except KeyboardInterrupt:
+        print("kvloom: cancelled", file=sys.stderr)
+        return FAILED
+    except KvloomError as error:
+        print(f"kvloom: {error.message}", file=sys.stderr)
+        return REFUSED if isinstance(error, _REFUSALS) else FAILED
+    return DONE
+
+
+def result_of(answer: Completion) -> dict[str, object]:
+    """The JSON document of a completion."""
+    usage, timing, route = answer.usage, answer.timing, answer.route
+    return {
+        "request_id": answer.request_id,
+        "text": answer.text,
+        "token_ids": list(answer.token_ids),
+        "finish_reason": answer.finish_reason,
+        "seed": answer.seed,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+            "recomputed_tokens": usage.recomputed_tokens,
+        },
+        "timing": {"ttft_ms": timing.ttft_ms, "tpot_ms": timing.tpot_ms},
+        "route": {
+            "ranks": list(route.ranks),
+            "cp": route.cp,
+            "prefill_group": list(route.prefill_group),
+            "decode_group": list(route.decode_group),
+            "reason": route.reason,
+        },
+    }
+
+
+def _request_of(args: Namespace) -> tuple[str | None, Options]:
+    options: Options = {
+        "max_tokens": args.max_tokens,
+        "min_tokens": args.min_tokens,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "top_k": args.top_k,
+        "seed": args.seed,
+        "stop": args.stop,
+        "ignore_eos": args.ignore_eos,
+    }
+    if args.token_ids is not None:
+        if args.chat:
+            raise InvalidRequest("--chat", "given with --token-ids", "a chat template needs text")
+        return None, {**options, "token_ids": args.token_ids}
+    prompt = args.prompt if args.file is None else _read(args.file)
+    if args.chat:
+        return None, {**options, "messages": [{"role": "user", "content": prompt}]}
+    return prompt, options
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidRequest("--file", str(path), (error.strerror or str(error)).lower()) from None
+    except UnicodeDecodeError as error:
+        raise InvalidRequest("--file", str(path), f"is not UTF-8 (byte {error.start})") from None
+
+
+def _print_text(stream: Stream) -> None:
+    """Text as it comes, and a line end so that the shell's prompt starts a line."""
+    try:
+        for event in stream:
+            print(event.text, end="", flush=True)
+    finally:
+        print(flush=True)
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,2,3") from None

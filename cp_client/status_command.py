@@ -1,0 +1,54 @@
+"""`kvloom status`: what a cluster is doing."""
+
+import json
+import sys
+from argparse import ArgumentParser, Namespace, _SubParsersAction
+from typing import Any
+
+from cp_client.client import Client
+from cp_client.exit_status import DONE, FAILED
+from cp_client.plain import plain
+from cp_client.request import UNARY_TIMEOUT_S
+from cp_wire.errors import KvloomError
+
+
+def add_status_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
+    """Adds `status --target HOST:PORT [--json]`; sets `func(args) -> exit status`."""
+    parser = subparsers.add_parser("status", help="ranks, groups and queues of a cluster", allow_abbrev=False)
+    parser.add_argument("--target", required=True, metavar="HOST:PORT")
+    parser.add_argument("--timeout", type=float, default=UNARY_TIMEOUT_S, metavar="SECONDS")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.set_defaults(func=status)
+
+
+def status(args: Namespace) -> int:
+    """Exit status 0 with the status on stdout, 1 if the cluster did not answer."""
+    try:
+        with Client(args.target) as client:
+            facts = plain(client.status(timeout=args.timeout))
+    except KvloomError as error:
+        print(f"kvloom: {error.message}", file=sys.stderr)
+        return FAILED
+    if args.json:
+        print(json.dumps(facts))
+    else:
+        _draw(facts)
+    return DONE
+
+
+def _draw(facts: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    config = facts["config"]
+    table = Table("rank", "role", "state", "KV blocks free / total", "last progress", "pid", "address")
+    for rank in facts["ranks"]:
+        state = f"{rank['state']} ({rank['fenced_reason']})" if rank["fenced_reason"] else rank["state"]
+        blocks = f"{rank['kv_blocks_free']} / {rank['kv_blocks_total']}"
+        progress = f"{rank['last_progress_ms']} ms"
+        table.add_row(str(rank["rank"]), rank["role"], state, blocks, progress, str(rank["pid"]), rank["address"])
+    console = Console()
+    sizes = ", ".join(f"{name} {config[name]}" for name in ("tp", "pcp", "dcp", "dp"))
+    load = f"{facts['running']} running, {facts['waiting']} waiting"
+    console.print(f"{config['model_name']} {facts['state']}: {sizes}; {load}")
+    console.print(table)
