@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from cp_client.exit_status import FAILED
+
 COMMANDS = {
     "up": ("cp_client.up_command", "add_up_parser", "start a cluster on this host"),
     "generate": ("cp_client.generate_command", "add_generate_parser", "answer one prompt"),
@@ -36,7 +38,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status: 0 done, 2 refused, 1 failed."""
     words = list(sys.argv[1:] if argv is None else argv)
     args = build_parser(words[0] if words else None).parse_args(words)
-    status: int = args.func(args)
+    try:
+        status: int = args.func(args)
+    except KeyboardInterrupt:
+        print("kvloom: interrupted", file=sys.stderr)
+        return FAILED
     return status
 
 

@@ -45,9 +45,6 @@ def generate(args: Namespace) -> int:
                 print(json.dumps(result_of(join(list(stream), stream.seed)), ensure_ascii=False))
             else:
                 _print_text(stream)
-    except KeyboardInterrupt:
-        print("kvloom: cancelled", file=sys.stderr)
-        return FAILED
     except KvloomError as error:
         print(f"kvloom: {error.message}", file=sys.stderr)
         return REFUSED if isinstance(error, _REFUSALS) else FAILED

@@ -17,15 +17,16 @@ DONE, FAILED, REFUSED = 0, 1, 2
 _REFUSALS = (ConfigRefused, InvalidRequest, ValueError)
 
 
-def run(main: Callable[[], Awaitable[int]]) -> int:
+def run(main: Callable[[], Awaitable[int]], *, on_second_signal: Callable[[], None] | None = None) -> int:
     """Runs `main` on a uvloop event loop and returns the exit status of the process.
 
     The first SIGINT or SIGTERM cancels `main`, which cleans up and either returns a status or lets CancelledError
-    pass (status 0); the second one ends the process at once with status 1. An exception becomes the last line on
-    stderr, `fatal: MESSAGE`: status 2 for a refusal (ConfigRefused, InvalidRequest, ValueError), 1 for the rest.
+    pass (status 0); the second one calls `on_second_signal` and ends the process at once with status 1. An exception
+    becomes the last line on stderr, `fatal: MESSAGE`: status 2 for a refusal (ConfigRefused, InvalidRequest,
+    ValueError), 1 for the rest.
     """
     try:
-        return uvloop.run(_until_signal(main))
+        return uvloop.run(_until_signal(main, on_second_signal))
     except Exception as error:
         return report(error)
 
@@ -40,7 +41,7 @@ def report(error: Exception) -> int:
     return REFUSED if isinstance(error, _REFUSALS) else FAILED
 
 
-async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
+async def _until_signal(main: Callable[[], Awaitable[int]], on_second_signal: Callable[[], None] | None) -> int:
     loop = asyncio.get_running_loop()
     task = asyncio.ensure_future(main())
     signals = 0
@@ -49,6 +50,8 @@ async def _until_signal(main: Callable[[], Awaitable[int]]) -> int:
         nonlocal signals
         signals += 1
         if signals > 1:
+            if on_second_signal is not None:
+                on_second_signal()
             os._exit(FAILED)
         task.cancel()
 

@@ -1,0 +1,94 @@
+"""`kvloom up`: a cluster on this host, in the foreground."""
+
+import os
+import sys
+from argparse import ArgumentParser, Namespace, _SubParsersAction
+from pathlib import Path
+
+from cp_client.default_model import ModelFetchError, default_model_path
+from cp_client.exit_status import DONE, FAILED, REFUSED
+from cp_client.launcher import Cluster, ClusterFailed, ClusterSpec, run_cluster
+from cp_layout.errors import LayoutError
+from cp_layout.grid import Grid
+from cp_layout.interleave import Layout
+from cp_layout.laws import check_config
+from cp_wire import process
+from cp_wire.flags import SIZES, add_cluster_flags, cluster_argv, integer, threads_per_rank
+from cp_wire.logs import configure_logging
+from model_files import ModelRefused, open_model
+
+DEFAULT_SIZES = {"pcp": 2, "dcp": 2}
+"""Shape of a cluster for the bundled model when no size is given."""
+
+MAX_RANKS = 1024
+"""Processes that one host is asked to start."""
+
+
+def add_up_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
+    """Adds `up [MODEL] …`; sets `func(args) -> exit status`."""
+    parser = subparsers.add_parser("up", help="start a cluster on this host", allow_abbrev=False)
+    parser.add_argument(
+        "model", nargs="?", metavar="MODEL", help="Hugging Face directory or GGUF file (default: the bundled one)"
+    )
+    add_cluster_flags(parser)
+    parser.add_argument("--port", type=integer(0, 65535), default=0, help="0 = the system chooses (default)")
+    # Absent and 1 must be told apart: the bundled model has a default shape of its own.
+    parser.set_defaults(func=up, **dict.fromkeys(SIZES))
+
+
+def up(args: Namespace) -> int:
+    """Runs until SIGINT or SIGTERM; exit status 0 then, 2 for a refused configuration, 1 for a failure."""
+    configure_logging("launcher")
+    cluster: Cluster | None = None
+
+    def kill() -> None:
+        if cluster is not None:
+            cluster.kill()
+
+    try:
+        cluster = Cluster(cluster_spec(args))
+        started = cluster
+
+        async def main() -> int:
+            try:
+                await run_cluster(started, lambda address: print(f"ready grpc={address}", flush=True))
+            except ClusterFailed as failure:
+                print(f"kvloom: {failure}", file=sys.stderr)
+                return failure.status
+            return DONE
+
+        return process.run(main, on_second_signal=kill)
+    except (LayoutError, ModelRefused) as refusal:
+        print(f"kvloom: {refusal}", file=sys.stderr)
+        return REFUSED
+    except ModelFetchError as failure:
+        print(f"kvloom: {failure}", file=sys.stderr)
+        return FAILED
+
+
+def cluster_spec(args: Namespace) -> ClusterSpec:
+    """The commands behind the flags, after all laws have been checked: nothing has been started yet.
+
+    `LayoutError` or `ModelRefused` names the law or the setting that stands against it.
+    """
+    defaults = DEFAULT_SIZES if args.model is None else {}
+    if all(getattr(args, name) is None for name in SIZES):
+        vars(args).update(defaults)
+    for name in SIZES:
+        setattr(args, name, getattr(args, name) or 1)
+    model = default_model_path() if args.model is None else Path(args.model)
+    grid = Grid(tp=args.tp, pcp=args.pcp, dcp=args.dcp, dp=args.dp)
+    if grid.world_size > MAX_RANKS:
+        raise LayoutError(f"{grid.world_size} ranks (dp·pcp·tp) are more than one host starts, {MAX_RANKS}")
+    layout = Layout(args.dcp, args.interleave or args.block_size, args.block_size)
+    shape = open_model(model).shape
+    check_config(grid, layout, shape.num_heads, shape.num_kv_heads, kv_tokens_per_rank=args.kv_cache_tokens_per_rank or None)
+    threads = threads_per_rank(args.threads_per_rank, grid.world_size)
+    common = ("--model", os.fspath(model), "--exit-with-stdin")
+    rank_flags = ("--host", args.host, "--device", args.device, "--threads-per-rank", str(threads))
+    return ClusterSpec(
+        coordinator=(sys.executable, "-m", "coordinator", *common, "--port", str(args.port), *cluster_argv(args)),
+        rank=(sys.executable, "-m", "rank_server", *common, *rank_flags, "--ranks-on-host", str(grid.world_size)),
+        num_ranks=grid.world_size,
+        threads_per_rank=threads,
+    )
