@@ -1,0 +1,38 @@
+"""One real cluster per kind of group, small seeded models, the tokens of `transformers`."""
+
+import random
+
+import pytest
+
+from tests.cluster.processes import kvloom_up
+from tests.tiny_models import build_tiny_llama, greedy_reference
+
+pytestmark = pytest.mark.cluster
+
+B = 4
+KINDS = {
+    "tp": (["-tp", "3"], {"heads": 9, "kv_heads": 3, "hidden": 72}),
+    "dcp-in-tp": (["-tp", "2", "-dcp", "2"], {"heads": 8, "kv_heads": 1}),
+    "dcp-over-tp-and-pcp": (["-tp", "2", "-pcp", "2", "-dcp", "4"], {"heads": 8, "kv_heads": 1}),
+    "pcp-without-dcp": (["-pcp", "2"], {"heads": 8, "kv_heads": 2}),
+    "dp": (["-dp", "2", "-tp", "1"], {"heads": 8, "kv_heads": 2}),
+    "ag_rs": (["-pcp", "2", "-dcp", "2", "--dcp-comm-backend", "ag_rs"], {"heads": 8, "kv_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tokens_of_the_oracle(tmp_path, kind):
+    flags, model = KINDS[kind]
+    path = build_tiny_llama(tmp_path / "model", **model)
+    rng = random.Random(1)
+    prompts = [[rng.randrange(200) for _ in range(length)] for length in (1, 3, 2 * B, 37)]
+    with kvloom_up(
+        str(path), *flags, "--block-size", str(B), "--kv-cache-tokens-per-rank", "256", log=tmp_path / "stderr"
+    ) as running:
+        streams = [running.client.generate(token_ids=p, max_tokens=10, temperature=0.0, ignore_eos=True) for p in prompts]
+        for prompt, stream in zip(prompts, streams, strict=True):
+            got = [token for event in stream for token in event.token_ids]
+            assert got == greedy_reference(path, prompt, 10)
+        used = {tuple(rank.rank for rank in running.status().ranks)}
+        assert used == {tuple(range(len(running.status().ranks)))}
+        running.wait_for(running.all_blocks_free, 30, "all blocks free")
