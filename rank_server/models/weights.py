@@ -1,32 +1,65 @@
-"""Reads the slice of the weights that one rank holds."""
+"""Reads the weights that one rank holds: its part of every tensor, in the compute dtype, stacked as `sharding` says."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
-from model_files import ModelFiles
-from rank_server.models.sharding import part_of
+from model_files import ModelFiles, ModelRefused
+from rank_server.models.sharding import ResidentTensor, TensorPart, resident_tensors
 
 Progress = Callable[[int, int], None]
+"""Called with (bytes in memory so far, bytes in memory at the end)."""
+
+READ_BYTES = 16 << 20
+"""Bound on the float32 rows that are in memory beside the result; at least one row is read at a time."""
 
 
-class WeightError(ValueError):
-    """A tensor is missing or has the wrong shape."""
+class WeightError(ModelRefused):
+    """A tensor is missing, has the wrong shape or can't be read; the message names it and its file."""
 
 
-def load_weights(
-    files: ModelFiles, tp: int, index: int, dtype: torch.dtype, progress: Progress
-) -> Mapping[str, Tensor]:
-    total = sum(info.shape[0] * (info.shape[1] if len(info.shape) > 1 else 1) for info in files.tensors.values())
+def load_weights(files: ModelFiles, tp: int, index: int, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
+    """The tensors of TP member `index` of `tp` by resident name, row-major, each allocated once in its final dtype.
+
+    Rows outside the member's part are never read; where the part is a range of columns, whole rows are read block by block
+    and cut. Peak memory is the result plus `READ_BYTES`. Raises `WeightError`.
+    """
+    residents = resident_tensors(files.shape, tp, index)
+    for resident in residents:
+        for part in resident.parts:
+            _check(files, part)
+    total = sum(resident.num_elements for resident in residents) * dtype.itemsize
     done = 0
-    weights = {}
-    for name, info in files.tensors.items():
-        rows, columns = part_of(name, info.shape, files.shape, tp, index)
-        array = torch.from_numpy(files.read_rows(name, *rows))
-        if columns is not None:
-            array = array[:, columns[0] : columns[1]]
-        weights[name] = array.to(dtype).contiguous()
-        done += info.shape[0] * (info.shape[1] if len(info.shape) > 1 else 1)
-        progress(done, total)
+    weights: dict[str, Tensor] = {}
+    for resident in residents:
+        weights[resident.name] = target = torch.empty(resident.dims, dtype=dtype)
+        for block in _blocks(files, resident):
+            filled, target = target[: len(block)], target[len(block) :]
+            filled.copy_(block)
+            done += filled.nbytes
+            progress(done, total)
     return weights
+
+
+def _check(files: ModelFiles, part: TensorPart) -> None:
+    info = files.tensors.get(part.name)
+    if info is None:
+        raise WeightError(f"{files.path}: tensor {part.name} of shape {list(part.shape)} is missing")
+    if tuple(info.shape) != part.shape:
+        raise WeightError(f"{info.file}: tensor {part.name} has shape {list(info.shape)}, the model needs {list(part.shape)}")
+
+
+def _blocks(files: ModelFiles, resident: ResidentTensor) -> Iterator[Tensor]:
+    """The rows of a resident tensor from top to bottom as float32, few at a time."""
+    for part in resident.parts:
+        row_bytes = 4 * (part.shape[1] if len(part.shape) > 1 else 1)
+        step = max(1, READ_BYTES // row_bytes)
+        for start in range(*part.rows, step):
+            stop = min(start + step, part.rows[1])
+            try:
+                rows = torch.from_numpy(files.read_rows(part.name, start, stop))
+            except (OSError, ValueError) as error:
+                file = files.tensors[part.name].file
+                raise WeightError(f"{file}: rows {start}..{stop} of tensor {part.name} can't be read ({error})") from error
+            yield rows if part.columns is None else rows[:, slice(*part.columns)]
