@@ -1,0 +1,102 @@
+"""The public services with scripted answers, on a server that runs in a thread of its own."""
+
+import asyncio
+import threading
+from contextlib import contextmanager
+
+from cp_wire.errors import Unknown, abort
+from cp_wire.pb import coordinator_pb2 as pb
+from cp_wire.pb import coordinator_pb2_grpc as rpc
+from cp_wire.serve import Server
+
+DEADLINE_S = 10
+
+
+class FakeCoordinator(rpc.InferenceServiceServicer, rpc.ControlServiceServicer):
+    """Plays `script` to every Generate: a response is sent, an exception aborts, a threading.Event is waited for."""
+
+    def __init__(self, script=()):
+        self.script = list(script)
+        self.requests = []
+        self.aborted = []
+        self.drains = []
+        self.cancelled = threading.Event()
+        self.status = pb.GetStatusResponse()
+
+    async def Generate(self, request, context):
+        self.requests.append(request)
+        try:
+            for step in self.script:
+                if isinstance(step, Exception):
+                    await abort(context, step)
+                elif isinstance(step, threading.Event):
+                    await asyncio.get_running_loop().run_in_executor(None, step.wait, DEADLINE_S)
+                else:
+                    yield step
+        except (asyncio.CancelledError, GeneratorExit):
+            self.cancelled.set()
+            raise
+
+    async def Abort(self, request, context):
+        if request.request_id == "nobody":
+            await abort(context, Unknown("no active request nobody"))
+        self.aborted.append(request.request_id)
+        return pb.AbortResponse()
+
+    async def GetStatus(self, request, context):
+        return self.status
+
+    async def Drain(self, request, context):
+        self.drains.append(request.deadline_ms)
+        return pb.DrainResponse(ended=2)
+
+
+@contextmanager
+def running(servicer):
+    """HOST:PORT of a server for `servicer`, in a thread with its own event loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+
+    def call(coroutine):
+        return asyncio.run_coroutine_threadsafe(coroutine, loop).result(DEADLINE_S)
+
+    async def start():
+        server = Server("127.0.0.1", 0, "prompt")
+        server.add(rpc.add_InferenceServiceServicer_to_server, servicer, "kvloom.v1.InferenceService")
+        server.add(rpc.add_ControlServiceServicer_to_server, servicer, "kvloom.v1.ControlService")
+        return server, await server.start()
+
+    server, address = call(start())
+    try:
+        yield address
+    finally:
+        call(server.stop(0))
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(DEADLINE_S)
+        loop.close()
+
+
+def accepted(request_id="r1", seed=7):
+    return pb.GenerateResponse(accepted=pb.Accepted(request_id=request_id, prompt_tokens=3, seed=seed))
+
+
+def tokens(text, *ids, logprobs=()):
+    return pb.GenerateResponse(tokens=pb.Tokens(token_ids=ids, text=text, logprobs=logprobs))
+
+
+def finished(reason="stop", completion=3):
+    route = pb.Route(ranks=[0, 1], cp=2, prefill_group=[0, 1], decode_group=[0, 1], reason="static")
+    return pb.GenerateResponse(
+        finished=pb.Finished(
+            finish_reason=reason,
+            prompt_tokens=3,
+            completion_tokens=completion,
+            cached_tokens=1,
+            recomputed_tokens=0,
+            route=route,
+        )
+    )
+
+
+WHOLE = (accepted(), tokens("Hel", 5), tokens("", 6), tokens("lo", 7), finished())

@@ -1,0 +1,214 @@
+"""The command line against a scripted server: documents, exit statuses, what is imported."""
+
+import json
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from cp_client.cli import COMMANDS, build_parser, main
+from cp_client.plain import plain
+from cp_wire import errors
+from cp_wire.pb import common_pb2
+from cp_wire.pb import coordinator_pb2 as pb
+from tests.cp_client.fake_coordinator import DEADLINE_S, WHOLE, FakeCoordinator, accepted, running, tokens
+
+
+@pytest.fixture
+def fake():
+    return FakeCoordinator(WHOLE)
+
+
+@pytest.fixture
+def target(fake):
+    with running(fake) as address:
+        yield address
+
+
+def test_generate_streams_text(target, capsys):
+    assert main(["generate", "--target", target, "hi"]) == 0
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("Hello\n", "")
+
+
+def test_generate_prints_one_document(target, capsys):
+    assert main(["generate", "--target", target, "--json", "hi"]) == 0
+    captured = capsys.readouterr()
+    document = json.loads(captured.out)
+    timing = document.pop("timing")
+    assert timing["ttft_ms"] > 0 and timing["tpot_ms"] >= 0
+    assert document == {
+        "request_id": "r1",
+        "text": "Hello",
+        "token_ids": [5, 6, 7],
+        "finish_reason": "stop",
+        "seed": 7,
+        "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 1, "recomputed_tokens": 0},
+        "route": {"ranks": [0, 1], "cp": 2, "prefill_group": [0, 1], "decode_group": [0, 1], "reason": "static"},
+    }
+    assert captured.err == ""
+
+
+def test_generate_sends_its_flags(fake, target):
+    words = "--max-tokens 5 --min-tokens 2 --temperature 0 --top-p 0.5 --top-k 3 --seed 9 --stop a --stop b --ignore-eos"
+    assert main(["generate", "--target", target, *words.split(), "hi"]) == 0
+    assert fake.requests == [
+        pb.GenerateRequest(
+            text="hi",
+            max_tokens=5,
+            min_tokens=2,
+            temperature=0,
+            top_p=0.5,
+            top_k=3,
+            seed=9,
+            stop=["a", "b"],
+            ignore_eos=True,
+        )
+    ]
+
+
+def test_the_sources_of_a_prompt(fake, target, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("from a file — ü", encoding="utf-8")
+    for words in (["--token-ids", "1,2,3"], ["--file", str(file)], ["--file", str(file), "--chat"], ["--chat", "hi"]):
+        assert main(["generate", "--target", target, *words]) == 0
+    ids, text, chat_file, chat = fake.requests
+    assert list(ids.tokens.ids) == [1, 2, 3]
+    assert text.text == chat_file.chat.messages[0].content == "from a file — ü"
+    assert chat.chat.messages[0] == pb.ChatMessage(role="user", content="hi")
+
+
+@pytest.mark.parametrize(
+    ("failure", "status"),
+    [
+        (errors.InvalidRequest("max_tokens", 0, "must be at least 1"), 2),
+        (errors.Unknown("no model fox here"), 2),
+        (errors.Exhausted("the queue is full"), 1),
+        (errors.Unavailable("rank 1 was lost"), 1),
+        (errors.Internal("oops"), 1),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_exit_status_of_a_refusal_and_of_a_failure(fake, target, capsys, failure, status):
+    fake.script = [failure]
+    assert main(["generate", "--target", target, "--json", "hi"]) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == f"kvloom: {failure.message}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--token-ids", "1,x"], "1,x"),
+        (["--token-ids", "1,-1"], "token_ids is -1"),
+        (["--token-ids", "1", "--chat"], "--chat"),
+        (["--token-ids", "1", "hi"], "not allowed with"),
+        ([], "required"),
+        (["--file", "/nonexistent/prompt"], "no such file"),
+        (["--max-tokens", "many", "hi"], "many"),
+        (["--max-tokens", str(2**63), "hi"], "max_tokens is 9223372036854775808"),
+    ],
+)
+def test_l4_refused_on_the_command_line(fake, target, capsys, words, said):
+    try:
+        status = main(["generate", "--target", target, *words])
+    except SystemExit as stopped:
+        status = stopped.code
+    assert status == 2
+    assert said in capsys.readouterr().err
+    assert fake.requests == []
+
+
+def test_ctrl_c_cancels_the_request(fake, target):
+    gate = threading.Event()
+    fake.script = [accepted(), tokens("a", 1), gate]
+    command = [sys.executable, "-m", "cp_client.cli", "generate", "--target", target, "hi"]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert child.stdout.read(1) == "a"
+    child.send_signal(signal.SIGINT)
+    _, err = child.communicate(timeout=DEADLINE_S)
+    assert (child.returncode, err) == (1, "kvloom: interrupted\n")
+    assert fake.cancelled.wait(DEADLINE_S)
+    gate.set()
+
+
+def status_message():
+    config = common_pb2.ClusterConfig(tp=1, pcp=2, dcp=2, dp=1, merge=common_pb2.MERGE_AG_RS, model_name="fox")
+    rank = pb.RankStatus(
+        rank=1,
+        role="mixed",
+        state="lost",
+        instance="ab",
+        pid=77,
+        kv_blocks_total=2**40,
+        kv_blocks_free=3,
+        fenced_reason="frozen",
+    )
+    groups = [pb.GroupStatus(name="dcp:0", ranks=[0, 1], epoch=2)]
+    return pb.GetStatusResponse(ranks=[rank], groups=groups, running=1, waiting=2, config=config, state="degraded")
+
+
+def test_status_document(fake, target, capsys):
+    fake.status = status_message()
+    assert main(["status", "--target", target, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    rank = document["ranks"][0]
+    assert (rank["rank"], rank["role"], rank["state"], rank["instance"], rank["pid"]) == (1, "mixed", "lost", "ab", 77)
+    assert (rank["kv_blocks_total"], rank["kv_blocks_free"], rank["last_progress_ms"]) == (2**40, 3, 0)
+    assert document["groups"] == [{"name": "dcp:0", "ranks": [0, 1], "epoch": 2}]
+    assert (document["running"], document["waiting"]) == (1, 2)
+    assert (document["config"]["pcp"], document["config"]["merge"]) == (2, "ag_rs")
+
+
+def test_status_table(fake, target, capsys):
+    fake.status = status_message()
+    assert main(["status", "--target", target]) == 0
+    out = capsys.readouterr().out
+    assert "fox degraded: tp 1, pcp 2, dcp 2, dp 1; 1 running, 2 waiting" in out
+    assert "frozen" in out
+
+
+def test_status_of_nobody(capsys):
+    assert main(["status", "--target", "127.0.0.1:1", "--json"]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("kvloom: ")
+
+
+def test_an_unset_enum_is_said_so():
+    assert plain(common_pb2.ClusterConfig())["merge"] == "unspecified"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        build_parser(command).parse_args([command, "--help"])
+    assert stopped.value.code == 0
+    assert f"kvloom {command}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("words", [[], ["fly"], ["--fly"]])
+def test_an_unknown_command_is_refused(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    assert stopped.value.code == 2
+    assert "usage: kvloom" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "absent"),
+    [
+        ("explain", {"torch", "grpc", "google.protobuf", "rich", "model_files"}),
+        ("check", {"torch", "grpc", "google.protobuf", "model_files"}),
+        ("generate", {"torch", "model_files", "cp_layout", "numpy", "rich"}),
+        ("status", {"torch", "model_files", "cp_layout", "numpy", "rich"}),
+        ("up", {"torch", "transformers"}),
+    ],
+)
+def test_a_command_imports_what_it_needs(command, absent):
+    code = f"import sys; from cp_client.cli import build_parser; build_parser({command!r}); print('\\n'.join(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert not absent & set(done.stdout.split())

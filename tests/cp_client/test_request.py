@@ -1,0 +1,88 @@
+"""Keyword arguments to the message: what arrives, what cannot be put on the wire."""
+
+import pytest
+
+from cp_client.request import generate_request
+from cp_wire.errors import InvalidRequest
+from cp_wire.pb import coordinator_pb2 as pb
+
+
+def test_an_absent_option_stays_absent():
+    assert generate_request("hi", max_tokens=None, stop=None) == pb.GenerateRequest(text="hi")
+
+
+def test_every_option_arrives():
+    got = generate_request(
+        "hi",
+        max_tokens=5,
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        seed=0,
+        stop="end",
+        stop_token_ids=[1, 2],
+        ignore_eos=True,
+        min_tokens=1,
+        top_logprobs=4,
+        model="m",
+        request_id="r",
+        cache_salt="s",
+    )
+    assert got == pb.GenerateRequest(
+        text="hi",
+        max_tokens=5,
+        temperature=0.0,
+        top_p=0.5,
+        top_k=3,
+        seed=0,
+        stop=["end"],
+        stop_token_ids=[1, 2],
+        ignore_eos=True,
+        min_tokens=1,
+        top_logprobs=4,
+        model="m",
+        request_id="r",
+        cache_salt="s",
+    )
+    assert got.HasField("temperature") and got.HasField("seed")
+
+
+def test_the_three_kinds_of_prompt():
+    assert generate_request(None, token_ids=[]).WhichOneof("prompt") == "tokens"
+    assert list(generate_request(None, token_ids=[3, 4]).tokens.ids) == [3, 4]
+    chat = generate_request(None, messages=[{"role": "user", "content": "hi"}]).chat
+    assert chat == pb.ChatPrompt(messages=[pb.ChatMessage(role="user", content="hi")])
+    assert generate_request("").WhichOneof("prompt") == "text"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "field"),
+    [
+        (None, {}, "prompt"),
+        ("a", {"token_ids": [1]}, "prompt"),
+        (7, {}, "prompt"),
+        ("bad \ud800", {}, "prompt"),
+        (None, {"token_ids": [1, -1]}, "token_ids"),
+        (None, {"token_ids": [1, 2**32]}, "token_ids"),
+        (None, {"token_ids": [1, "2"]}, "token_ids"),
+        (None, {"messages": [{"role": "user"}]}, "messages"),
+        (None, {"messages": ["hi"]}, "messages"),
+        ("a", {"max_tokens": 2**63}, "max_tokens"),
+        ("a", {"max_tokens": "5"}, "max_tokens"),
+        ("a", {"seed": -1}, "seed"),
+        ("a", {"stop": [1]}, "stop"),
+        ("a", {"stop_token_ids": [2**63]}, "stop_token_ids"),
+        ("x" * (32 << 20), {}, "request"),
+    ],
+)
+def test_l4_refused_before_it_is_sent(prompt, options, field):
+    with pytest.raises(InvalidRequest) as caught:
+        generate_request(prompt, **options)
+    assert caught.value.field == field
+    assert not caught.value.retryable
+    assert len(caught.value.message) < 200
+
+
+@pytest.mark.parametrize("options", [{"temperature": float("nan")}, {"top_p": 7.0}, {"max_tokens": -1}, {"stop": [""]}])
+def test_the_server_judges_what_the_wire_can_carry(options):
+    generate_request("a", **options)
