@@ -1,0 +1,32 @@
+"""One row per architecture; anything else is refused by name, before a byte of it is read."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from model_files import ModelRefused, open_model
+from rank_server.collectives.solo import SoloGroup
+from rank_server.models.llama import LlamaModel
+from rank_server.models.table import build_model, load_weights
+from tests.model_files.tiny_checkpoint import write_hf
+
+
+@pytest.fixture
+def files(tmp_path):
+    return open_model(write_hf(tmp_path / "model"))
+
+
+def test_llama_is_built(files):
+    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None)
+    assert isinstance(build_model(files.shape, weights, SoloGroup("tp:0"), torch.float32), LlamaModel)
+
+
+def test_other_architectures_are_refused_by_name(files):
+    other = replace(files, shape=replace(files.shape, architecture="HeronForCausalLM"))
+    reads: list[int] = []
+    with pytest.raises(ModelRefused, match="architecture HeronForCausalLM is not supported, only LlamaForCausalLM"):
+        load_weights(other, 1, 0, torch.float32, lambda done, total: reads.append(done))
+    assert reads == []
+    with pytest.raises(ModelRefused, match="HeronForCausalLM"):
+        build_model(other.shape, {}, SoloGroup("tp:0"), torch.float32)
