@@ -1,0 +1,72 @@
+"""What every benchmark shares: a cluster to measure, where it ran, one JSON document out."""
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from cp_client import Client
+
+STOP_S = 30.0
+
+
+def parser(name: str, what: str) -> ArgumentParser:
+    """Flags that all benchmarks have."""
+    result = ArgumentParser(prog=f"kvloom bench {name}", description=what)
+    result.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
+    return result
+
+
+@contextmanager
+def cluster(*flags: str) -> Iterator[Client]:
+    """`kvloom up` with these flags; its log goes to stderr. Stopped afterwards."""
+    command = [sys.executable, "-m", "cp_client.cli", "up", *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line.startswith("ready grpc="):
+                raise SystemExit(f"the cluster did not start: {' '.join(command)}")
+            with Client(line.split("grpc=")[1].split()[0]) as client:
+                yield client
+        finally:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median with the range it was taken from."""
+    return {"median": round(median(values), 4), "min": round(min(values), 4), "max": round(max(values), 4)}
+
+
+def machine() -> dict[str, Any]:
+    """Where the figures were taken."""
+    models = [line.split(":", 1)[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cpus": len(os.sched_getaffinity(0)),
+        "cpu": models[0] if models else platform.machine(),
+        "python": platform.python_version(),
+    }
+
+
+def _cpuinfo() -> list[str]:
+    path = Path("/proc/cpuinfo")
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def report(args: Namespace, document: Mapping[str, Any], lines: Sequence[str]) -> None:
+    """Prints the document, or its summary for people."""
+    print(json.dumps(document, indent=2) if args.json else "\n".join(lines))
