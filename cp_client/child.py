@@ -46,6 +46,10 @@ class Child:
         """False once the exit has been noticed."""
         return not self._died.done()
 
+    async def wait(self) -> int:
+        """Exit status (negative: the signal), once the child has gone. Unlike awaiting `exited`, safe to cancel."""
+        return await asyncio.shield(self.exited)
+
     def why(self) -> str:
         """One clause about the end of the child."""
         if self.fatal:
@@ -72,7 +76,7 @@ class Child:
         await asyncio.wait([self.exited], timeout=grace_s)
         if self.alive:
             self.send(signal.SIGKILL)
-        await self.exited
+        await self.wait()
         self.close_stdin()
 
     def _wait(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -86,7 +90,7 @@ class Child:
         try:
             await self._read_output()
         finally:
-            self.exited.set_result(await self._died)
+            self.exited.set_result(await asyncio.shield(self._died))
 
     async def _read_output(self) -> None:
         assert self._process.stdout is not None and self._process.stderr is not None
@@ -94,7 +98,7 @@ class Child:
         out, err = _Lines(self._on_stdout), _Lines(self._on_stderr)
         await loop.connect_read_pipe(lambda: out, self._process.stdout)
         await loop.connect_read_pipe(lambda: err, self._process.stderr)
-        await self._died
+        await asyncio.shield(self._died)
         await asyncio.wait([out.ended, err.ended], timeout=OUTPUT_GRACE_S)
         out.close()
         err.close()

@@ -34,7 +34,7 @@ class ClusterSpec:
     listen_timeout_s: float = 120.0
     """How long the coordinator may take until it listens."""
     blame_s: float = 2.0
-    """After the first child has gone during start: how long to wait for the one that knows why."""
+    """After a child has gone without a word during start: how long to wait for what the coordinator says."""
     drain_s: float = 10.0
     """How long the coordinator may take to stop."""
     stop_s: float = 5.0
@@ -117,11 +117,12 @@ class Cluster:
         if announced.done():
             return announced.result()
         if not any(done.done() for done in exits):
-            raise ClusterFailed(f"the coordinator failed to start: it was not {word} within {timeout:.0f} s", 1)
-        # An end often drags others along: wait for the coordinator's word, then blame the first that failed.
-        await asyncio.wait([self._coordinator.exited], timeout=self._spec.blame_s)
-        failed = [child for child in self._gone if child.exited.result() != 0]
-        culprit = next((child for child in failed if child.fatal), (failed or self._gone)[0])
+            raise ClusterFailed(f"the coordinator failed to start: it was not {word} within {timeout:g} s", 1)
+        if not any(child.fatal for child in self._gone):
+            # A rank that goes without a word may have been dragged along: the coordinator may know why.
+            await asyncio.wait([self._coordinator.exited], timeout=self._spec.blame_s)
+        failed = [child for child in self._gone if child.exited.result() != 0] or self._gone
+        culprit = next((child for child in failed if child.fatal), failed[0])
         status = 2 if culprit.exited.result() == 2 else 1
         raise ClusterFailed(f"{culprit.name} failed to start: {culprit.why()}", status)
 
@@ -130,7 +131,7 @@ class Cluster:
         assert self._coordinator is not None
         for attempt in range(self._spec.max_restarts + 1):
             child = self._ranks[rank]
-            await child.exited
+            await child.wait()
             child.close_stdin()
             if attempt == self._spec.max_restarts:
                 raise ClusterFailed(f"{child.name} died again after {attempt} restarts: {child.why()}", 1)

@@ -1,0 +1,236 @@
+"""The launcher over fake processes: start, blame, restart, fence, stop; nothing may be left."""
+
+import asyncio
+import os
+import select
+import signal
+import socket
+import subprocess
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from cp_client import AsyncClient
+from cp_client.launcher import Cluster, ClusterFailed, run_cluster
+from cp_wire.channels import open_channel
+from cp_wire.pb import coordinator_pb2 as pb
+from cp_wire.pb import coordinator_pb2_grpc as rpc
+from tests.cp_client.fake_programs import COMMAND, spec
+
+pytestmark = pytest.mark.cluster
+DEADLINE_S = 20
+
+
+def alive(pid):
+    """False also for a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def children_of(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as children:
+        return [int(word) for word in children.read().split()]
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Running:
+    """A started cluster under supervision."""
+
+    def __init__(self, cluster, address):
+        self.cluster, self.address = cluster, address
+        self.supervision = asyncio.ensure_future(cluster.supervise())
+
+    async def status_with(self, wanted):
+        """The first status for which `wanted` holds."""
+        async with asyncio.timeout(DEADLINE_S), open_channel(self.address, "control") as channel:
+            watch = rpc.ControlServiceStub(channel).WatchStatus(pb.WatchStatusRequest(), timeout=DEADLINE_S)
+            async for update in watch:
+                if wanted(update.status):
+                    return update.status
+        raise AssertionError("the watch ended")
+
+    async def pids(self):
+        status = await self.status_with(lambda status: True)
+        return {rank.rank: rank.pid for rank in status.ranks}
+
+
+@asynccontextmanager
+async def started(*words, coordinator=(), **limits):
+    port = free_port()
+    cluster = Cluster(spec(2, ("--port", str(port), *coordinator), words, **limits))
+    running = None
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            running = Running(cluster, await cluster.start())
+        yield running
+    finally:
+        if running is not None:
+            running.supervision.cancel()
+            with suppress(asyncio.CancelledError, ClusterFailed):
+                await running.supervision
+        async with asyncio.timeout(DEADLINE_S):
+            await cluster.stop()
+
+
+async def start_failure(**kwargs):
+    """(message, exit status, pids) of a cluster that does not start."""
+    cluster = Cluster(spec(**kwargs))
+    with pytest.raises(ClusterFailed) as caught:
+        async with asyncio.timeout(DEADLINE_S):
+            await run_cluster(cluster, lambda address: pytest.fail("it says it is ready"))
+    assert children_of(os.getpid()) == []
+    return str(caught.value), caught.value.status
+
+
+async def test_children_stay_in_the_session_and_know_their_threads(capfd):
+    async with started(threads_per_rank=3) as running:
+        pids = await running.pids()
+        for pid in pids.values():
+            assert os.getsid(pid) == os.getsid(0)
+            assert os.getpgid(pid) != os.getpgid(0)
+    assert not any(map(alive, pids.values()))
+    err = capfd.readouterr().err
+    assert "[rank 0] rank 0 threads 3\n" in err
+    assert "[coordinator] a line that means nothing\n" in err
+
+
+async def test_k9_a_rank_that_fails_at_start_is_named_with_its_reason():
+    message, status = await start_failure(rank=("--fail", "1", "--message", "weights.safetensors is cut off"))
+    assert message == "rank 1 failed to start: weights.safetensors is cut off"
+    assert status == 1
+
+
+async def test_k9_a_rank_that_refuses():
+    message, status = await start_failure(rank=("--fail", "0", "--message", "no", "--status", "2"))
+    assert (message, status) == ("rank 0 failed to start: no", 2)
+
+
+async def test_k9_a_rank_that_goes_without_a_word():
+    message, status = await start_failure(rank=("--die-always", "1"), ranks=3, blame_s=0.5, coordinator=("--ranks", "9"))
+    assert (message, status) == ("rank 1 failed to start: exited with status 3", 1)
+
+
+@pytest.mark.parametrize("status", [1, 2])
+async def test_k9_a_coordinator_that_does_not_start(status):
+    words = ("--refuse", "dcp 3 does not fit", "--status", str(status))
+    assert await start_failure(coordinator=words) == ("coordinator failed to start: dcp 3 does not fit", status)
+
+
+async def test_k9_a_port_in_use():
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        holder.listen(1)
+        port = holder.getsockname()[1]
+        message, status = await start_failure(coordinator=("--port", str(port)))
+    assert message == f"coordinator failed to start: cannot listen on 127.0.0.1:{port}: address already in use"
+    assert status == 1
+
+
+async def test_k9_a_coordinator_that_never_listens():
+    message, status = await start_failure(coordinator=("--silent",), listen_timeout_s=0.5)
+    assert (message, status) == ("the coordinator failed to start: it was not listening within 0.5 s", 1)
+
+
+async def test_k8_a_dead_rank_is_restarted():
+    async with started() as running:
+        before = await running.pids()
+        os.kill(before[1], signal.SIGKILL)
+        after = await running.status_with(lambda status: len(status.ranks) == 2 and status.ranks[1].pid != before[1])
+        assert after.ranks[0].pid == before[0]
+    assert not any(alive(rank.pid) for rank in after.ranks)
+
+
+async def test_k8_a_frozen_rank_is_killed_when_it_is_fenced():
+    async with started(coordinator=("--fence", "0")) as running:
+        before = await running.pids()
+        os.kill(before[0], signal.SIGSTOP)
+        async with AsyncClient(running.address) as client:
+            await client.drain(1)
+        after = await running.status_with(lambda status: status.ranks[0].pid != before[0])
+        assert not alive(before[0])
+        assert after.ranks[1].pid == before[1]
+
+
+async def test_m4_a_rank_that_keeps_dying_ends_the_cluster():
+    async with started("--die-always", "1", max_restarts=2) as running:
+        with pytest.raises(ClusterFailed, match="rank 1 died again after 2 restarts: exited with status 3"):
+            await asyncio.wait_for(running.supervision, DEADLINE_S)
+
+
+async def test_the_end_of_the_coordinator_ends_the_cluster():
+    async with started() as running:
+        pids = await running.pids()
+        running.cluster._coordinator.send(signal.SIGKILL)
+        with pytest.raises(ClusterFailed, match="the coordinator has gone: killed by SIGKILL"):
+            await asyncio.wait_for(running.supervision, DEADLINE_S)
+    assert not any(map(alive, pids.values()))
+
+
+class Launcher:
+    """A launcher process with its three children."""
+
+    def __init__(self, *words):
+        self.process = subprocess.Popen(
+            [*COMMAND, "launcher", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        line = self.process.stdout.readline()
+        assert line.startswith("ready grpc="), line + self.process.stderr.read()
+        self.children = children_of(self.process.pid)
+        assert len(self.children) == 3
+
+    def finish(self):
+        self.process.communicate(timeout=DEADLINE_S)
+        return self.process.returncode
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_m2_a_signal_stops_everything(number):
+    launcher = Launcher()
+    launcher.process.send_signal(number)
+    assert launcher.finish() == 0
+    assert not any(map(alive, launcher.children))
+
+
+def test_m2_a_frozen_rank_does_not_survive_the_stop():
+    launcher = Launcher()
+    os.kill(launcher.children[-1], signal.SIGSTOP)
+    launcher.process.terminate()
+    assert launcher.finish() == 0
+    assert not any(map(alive, launcher.children))
+
+
+def test_m5_a_second_signal_kills_what_is_deaf():
+    launcher = Launcher("--stubborn")
+    launcher.process.terminate()
+    while "deaf" not in launcher.process.stderr.readline():
+        assert launcher.process.poll() is None
+    launcher.process.terminate()
+    assert launcher.finish() == 1
+    for pid in launcher.children:
+        wait_gone(pid)
+
+
+def test_m1_children_notice_that_the_launcher_was_killed():
+    launcher = Launcher()
+    launcher.process.kill()
+    launcher.finish()
+    for pid in launcher.children:
+        wait_gone(pid)
+
+
+def wait_gone(pid):
+    """Blocks until a process that is nobody's child of ours has ended."""
+    with suppress(ProcessLookupError):
+        fd = os.pidfd_open(pid)
+        try:
+            assert select.select([fd], [], [], DEADLINE_S)[0], f"process {pid} is still there"
+        finally:
+            os.close(fd)
