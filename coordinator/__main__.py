@@ -1,0 +1,58 @@
+"""`python -m coordinator`: the coordinator process."""
+
+import argparse
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from coordinator.app import Coordinator, Options
+from coordinator.settings import effective_config
+from coordinator.text import TextEdge
+from coordinator.timings import Timings
+from cp_wire import process
+from cp_wire.flags import add_cluster_flags, cluster_config_from, integer
+from cp_wire.logs import configure_logging
+from model_files import open_model
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Flags of the coordinator process."""
+    parser = argparse.ArgumentParser(prog="python -m coordinator", description="The kvloom process that decides.")
+    parser.add_argument("--model", required=True, help="Hugging Face directory or GGUF file")
+    parser.add_argument("--port", type=integer(0, 65535), default=0)
+    parser.add_argument("--start-timeout", type=integer(1), default=600, metavar="S", help="seconds from listening to serving")
+    parser.add_argument("--drain-timeout", type=integer(0), default=5, metavar="S", help="seconds for requests at SIGTERM")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input closes")
+    add_cluster_flags(parser)
+    return parser
+
+
+async def serve(args: argparse.Namespace) -> int:
+    """Runs until a signal; raises what keeps the cluster from starting."""
+    model = open_model(args.model)
+    config = effective_config(cluster_config_from(args), model)
+    options = Options(host=args.host, port=args.port, seed=args.seed)
+    text = await asyncio.to_thread(TextEdge, model)
+    coordinator = Coordinator(config, model.shape, text, options, Timings(start_s=args.start_timeout))
+    if args.exit_with_stdin:
+        process.watch_stdin_eof()
+    async with coordinator.running() as address:
+        print(f"listening grpc={address}", flush=True)
+        try:
+            await coordinator.ready()
+            print(f"ready grpc={address}", flush=True)
+            await coordinator.failed()
+        except asyncio.CancelledError:
+            await coordinator.drain(args.drain_timeout)
+    return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    configure_logging("coordinator")
+    return process.run(lambda: serve(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

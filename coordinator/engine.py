@@ -1,0 +1,201 @@
+"""The loop of one scheduling set: schedule, send, collect, commit, hand the tokens to the text thread."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+from coordinator.dispatch import Dispatcher
+from coordinator.faults import BadAnswer, CommandTimedOut
+from coordinator.lane import Lane
+from coordinator.plan import ScheduledStep
+from coordinator.predict import StepPredictor
+from coordinator.scheduler import Progress, Scheduler
+from coordinator.step_times import StepMeter
+from coordinator.text_rows import LiveRequest, TextResult, TextRow
+from coordinator.text_worker import TextWorker
+from coordinator.timings import Timings
+from coordinator.wire_plan import to_step_plan
+from cp_wire.errors import Internal, KvloomError
+from cp_wire.pb import common_pb2, rank_pb2
+
+MAX_TEXT_BACKLOG = 64
+"""Steps whose text may be outstanding before the engine waits for the text thread."""
+
+SAFETY = 4
+"""Times the predicted step that a step may take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the ranks answered to one step, put together."""
+
+    sampled: Mapping[int, int]
+    failed: Mapping[int, str]
+    logprobs: Mapping[int, common_pb2.PositionLogprobs]
+    rank_s: float
+    """The slowest rank's own time."""
+
+
+class Engine:
+    """Requests, scheduler and step loop of one set. Outlives the epochs of the set; `run` lives for one of them.
+
+    members: pool member of each rank of the set, ranks ascending.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        members: Sequence[int],
+        dispatcher: Dispatcher,
+        text: TextWorker,
+        predictor: StepPredictor,
+        timings: Timings,
+    ) -> None:
+        self.scheduler = scheduler
+        self.meter = StepMeter()
+        self._members = members
+        self._dispatcher = dispatcher
+        self._text = text
+        self._predictor = predictor
+        self._timings = timings
+        self._live: dict[int, LiveRequest] = {}
+        self._work = asyncio.Event()
+        self._text_backlog: deque[asyncio.Future[None]] = deque()
+        self._committed: list[TextRow] = []
+        """Rows of the last step that the text thread has not got yet."""
+
+    @property
+    def load(self) -> int:
+        """Requests that run or wait."""
+        return len(self._live)
+
+    def submit(self, live: LiveRequest) -> None:
+        """Queues a request; raises scheduler.QueueFull."""
+        self.scheduler.add(live.request)
+        self._live[live.request.handle] = live
+        self._work.set()
+
+    def abort(self, handle: int) -> None:
+        """Ends a request in any state, without an event; its blocks are free after the step in flight. Idempotent."""
+        if self._live.pop(handle, None) is not None:
+            self.scheduler.abort(handle)
+            self._work.set()
+
+    def fail_all(self, error: KvloomError) -> None:
+        """Ends all requests but those whose last text is on its way; pools and prefix cache are empty afterwards."""
+        self._hand_over()
+        self.scheduler.fail_all(str(error))
+        for handle, live in list(self._live.items()):
+            if not live.committed_end:
+                live.stream.fail(error)
+                del self._live[handle]
+
+    async def run(self, lanes: Sequence[Lane]) -> None:
+        """Serves until cancelled; raises the `RankFault` of the first rank that fails a step. lanes: ranks ascending."""
+        ranks = [lane.rank for lane in lanes]
+        while True:
+            started = perf_counter()
+            step = self.scheduler.schedule()
+            if step is None:
+                self._hand_over()
+                self._work.clear()
+                await self._work.wait()
+                continue
+            tables = self.scheduler.table_blocks
+            async with self._dispatcher.turn(ranks) as ticket:
+                limit_s = SAFETY * self._predictor.predict(step.num_tokens)
+                timeout_s = max(self._timings.step_floor_s, limit_s)
+                plan = to_step_plan(step, ticket, timeout_ms=round(1000 * timeout_s))
+                stall_s = max(self._timings.stall_floor_s, limit_s)
+                answers = [lane.submit("step", plan, stall_s) for lane in lanes]
+                # The plans go out first; the previous step's text is prepared while the ranks compute.
+                await asyncio.sleep(0)
+                self._hand_over()
+                results = await _collect(lanes, answers, timeout_s + self._timings.step_margin_s)
+            self._check_tables(tables, lanes, results)
+            outcome = _put_together(step, ticket, lanes, results)
+            self._committed = self._rows(self.scheduler.commit(step, outcome.sampled, outcome.failed), outcome)
+            self._predictor.observe(step.num_tokens, outcome.rank_s)
+            self.meter.record(perf_counter() - started, outcome.rank_s, plan.ByteSize())
+            while len(self._text_backlog) > MAX_TEXT_BACKLOG:
+                await self._text_backlog[0]
+
+    def _check_tables(
+        self, tables: Sequence[int], lanes: Sequence[Lane], responses: Sequence[rank_pb2.ExecuteResponse]
+    ) -> None:
+        """Books that differ mean that a rank reads or writes blocks which belong to somebody else."""
+        for lane, member, response in zip(lanes, self._members, responses, strict=True):
+            if response.step.blocks_in_use != tables[member]:
+                raise BadAnswer(
+                    lane.rank, f"its block tables hold {response.step.blocks_in_use} blocks, they should hold {tables[member]}"
+                )
+
+    def _rows(self, progress: Sequence[Progress], outcome: Outcome) -> list[TextRow]:
+        rows = []
+        for item in progress:
+            live = self._live.get(item.handle)
+            if live is None:
+                continue
+            live.committed_end = item.finished is not None
+            logprobs = outcome.logprobs.get(item.handle)
+            rows.append(TextRow(live, item.new_token, logprobs, item.finished, item.error))
+        return rows
+
+    def _hand_over(self) -> None:
+        if self._committed:
+            self._text_backlog.append(self._text.submit(self._committed, self._deliver))
+            self._committed = []
+
+    def _deliver(self, results: list[TextResult]) -> None:
+        self._text_backlog.popleft()
+        for result in results:
+            live, handle = result.live, result.live.request.handle
+            live.stream.put(result.token_ids, result.text, result.logprobs)
+            if result.finished is None:
+                continue
+            self._live.pop(handle, None)
+            if not live.committed_end:
+                # Only the text knew that this was the end; a token computed meanwhile is dropped.
+                self.scheduler.finish(handle, result.finished)
+                self._work.set()
+            if result.finished == "error":
+                live.stream.fail(Internal(result.error or "the request failed"))
+            else:
+                live.stream.finish(result.finished)
+
+
+async def _collect(
+    lanes: Sequence[Lane], answers: Sequence["asyncio.Future[rank_pb2.ExecuteResponse]"], timeout_s: float
+) -> list[rank_pb2.ExecuteResponse]:
+    """All answers, or the first fault; the ranks that are late are named by the first of them."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.gather(*answers)
+    except TimeoutError:
+        late = [lane.rank for lane, answer in zip(lanes, answers, strict=True) if answer.cancelled()]
+        raise CommandTimedOut(late[0], f"no result of a step within {timeout_s:.1f} s") from None
+
+
+def _put_together(
+    step: ScheduledStep, ticket: int, lanes: Sequence[Lane], responses: Sequence[rank_pb2.ExecuteResponse]
+) -> Outcome:
+    sampled: dict[int, int] = {}
+    failed: dict[int, str] = {}
+    logprobs: dict[int, common_pb2.PositionLogprobs] = {}
+    for lane, response in zip(lanes, responses, strict=True):
+        if response.step.ticket != ticket:
+            raise BadAnswer(lane.rank, f"the result of step {ticket} says step {response.step.ticket}")
+        for token in response.step.sampled:
+            if token.error:
+                failed[token.handle] = token.error
+                continue
+            if sampled.setdefault(token.handle, token.token_id) != token.token_id:
+                raise BadAnswer(lane.rank, f"step {ticket} was sampled twice with different tokens")
+            if token.HasField("logprobs"):
+                logprobs[token.handle] = token.logprobs
+    wanted = {row.handle for row in step.rows if row.sample}
+    if wanted != sampled.keys() | failed.keys():
+        raise BadAnswer(lanes[0].rank, f"step {ticket} wanted {len(wanted)} draws and got {len(sampled) + len(failed)} others")
+    return Outcome(sampled, failed, logprobs, max(response.worker_us for response in responses) / 1e6)

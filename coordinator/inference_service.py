@@ -1,0 +1,70 @@
+"""What users call."""
+
+import grpc.aio
+
+from coordinator.admission import Accepted, Admission
+from coordinator.route import static_route
+from cp_wire.errors import Internal, KvloomError, abort
+from cp_wire.logs import get_logger
+from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
+
+log = get_logger("coordinator.inference")
+
+
+class InferenceServicer(coordinator_pb2_grpc.InferenceServiceServicer):
+    """Streams of events. A client that goes away, at any moment, has its request aborted."""
+
+    def __init__(self, admission: Admission, num_shards: int) -> None:
+        self._admission = admission
+        self._num_shards = num_shards
+
+    async def Generate(self, request: coordinator_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        """Accepted, Tokens …, then Finished or a status that is not OK."""
+        try:
+            await self._generate(request, context)
+        except KvloomError as error:
+            await abort(context, error)
+        except Exception as error:
+            log.error("a call failed", exc=error)
+            await abort(context, Internal(f"the call failed ({type(error).__name__})"))
+
+    async def Abort(
+        self, request: coordinator_pb2.AbortRequest, context: grpc.aio.ServicerContext
+    ) -> coordinator_pb2.AbortResponse:
+        """NOT_FOUND when no active request has the id."""
+        try:
+            self._admission.abort(request.request_id)
+        except KvloomError as error:
+            await abort(context, error)
+        return coordinator_pb2.AbortResponse()
+
+    async def _generate(self, wire: coordinator_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        accepted = await self._admission.admit(wire)
+        try:
+            await context.write(coordinator_pb2.GenerateResponse(accepted=_accepted(accepted)))
+            while (chunk := await accepted.stream.next()) is not None:
+                tokens = coordinator_pb2.Tokens(token_ids=chunk.token_ids, text=chunk.text, logprobs=chunk.logprobs)
+                await context.write(coordinator_pb2.GenerateResponse(tokens=tokens))
+            await context.write(coordinator_pb2.GenerateResponse(finished=self._finished(accepted)))
+        finally:
+            self._admission.release(accepted)
+
+    def _finished(self, accepted: Accepted) -> coordinator_pb2.Finished:
+        finished = coordinator_pb2.Finished(
+            finish_reason=accepted.stream.finish_reason or "", completion_tokens=accepted.stream.num_tokens
+        )
+        if accepted.live is not None and accepted.home is not None:
+            request = accepted.live.request
+            finished.prompt_tokens = len(request.prompt)
+            finished.cached_tokens = request.num_cached_tokens
+            finished.recomputed_tokens = request.num_recomputed
+            finished.route.CopyFrom(static_route(accepted.home.spec.ranks, self._num_shards))
+        return finished
+
+
+def _accepted(accepted: Accepted) -> coordinator_pb2.Accepted:
+    event = coordinator_pb2.Accepted(request_id=accepted.request_id)
+    if accepted.live is not None:
+        event.prompt_tokens = len(accepted.live.request.prompt)
+        event.seed = accepted.live.request.sampling.seed
+    return event

@@ -1,0 +1,223 @@
+"""The life of one scheduling set: ranks join, groups open, steps run, something breaks, and again."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from coordinator import bring_up
+from coordinator.cluster import SchedulingSet
+from coordinator.engine import Engine
+from coordinator.faults import CommandTimedOut, RankFault, StartFailed
+from coordinator.monitor import watch
+from coordinator.rank_link import RankLink
+from coordinator.tasks import Background
+from coordinator.timings import Timings
+from cp_wire.errors import Duplicate, KvloomError, Unavailable
+from cp_wire.logs import get_logger
+from cp_wire.pb import common_pb2, coordinator_pb2
+
+MAX_OPENINGS = 3
+"""Attempts to open a set's groups before the rank that fails it is fenced."""
+
+SeatState = Literal["absent", "loading", "ready", "lost"]
+
+log = get_logger("coordinator.set")
+
+
+@dataclass(slots=True)
+class Seat:
+    """A place on the grid and who fills it."""
+
+    rank: int
+    state: SeatState = "absent"
+    link: RankLink | None = None
+    fenced_reason: str = ""
+    last_instance: str = ""
+    last_pid: int = 0
+
+
+class RankSet:
+    """Seats, epoch and engine of one DP index.
+
+    Until it has been ready once, every failure is the cluster's failure and goes to `on_fatal`. Afterwards a lost rank
+    raises the epoch, ends the set's requests with UNAVAILABLE, and the set serves again under the new epoch once all seats
+    are filled. `on_change` is called whenever a seat or the set's readiness changes.
+    """
+
+    def __init__(
+        self,
+        spec: SchedulingSet,
+        config: common_pb2.ClusterConfig,
+        new_engine: Callable[[SchedulingSet, int], Engine],
+        timings: Timings,
+        on_change: Callable[[], None],
+        on_fatal: Callable[[KvloomError], None],
+    ) -> None:
+        self.spec = spec
+        self.seats = {rank: Seat(rank) for rank in spec.ranks}
+        self.epoch = 1
+        self.ready = False
+        self.engine: Engine | None = None
+        self._config = config
+        self._new_engine = new_engine
+        self._timings = timings
+        self._on_change = on_change
+        self._on_fatal = on_fatal
+        self._was_ready = False
+        self._pool_blocks = 0
+        self._break_reason = ""
+        self._session: asyncio.Task[None] | None = None
+        self._seats_changed = asyncio.Event()
+        self._background = Background(self._on_bug)
+
+    @property
+    def pool_blocks(self) -> int:
+        """Blocks of every rank's pool; 0 before the pools exist."""
+        return self._pool_blocks
+
+    def join(self, registration: coordinator_pb2.RegisterRequest) -> None:
+        """Seats a rank and has it load its weights; `Duplicate` while another process fills the seat."""
+        seat = self.seats[registration.rank]
+        if seat.link is not None:
+            raise Duplicate(f"rank {seat.rank} is already here, as process {seat.link.pid}")
+        link = RankLink(registration, self.epoch, self._lose)
+        seat.link, seat.state, seat.fenced_reason = link, "loading", ""
+        seat.last_instance, seat.last_pid = link.instance, link.pid
+        log.info("rank joined", rank=seat.rank, instance=link.instance, pid=link.pid)
+        self._background.spawn(self._load(link), f"load rank {seat.rank}")
+        self._background.spawn(self._watch(link), f"watch rank {seat.rank}")
+        self._on_change()
+
+    def refuse(self, refusal: KvloomError) -> None:
+        """A process that does not fit asked for a seat: before the first start this means that the cluster can't start."""
+        if not self._was_ready:
+            self._on_fatal(refusal)
+
+    async def run(self) -> None:
+        """Serves, epoch after epoch, until cancelled or until a first start fails."""
+        openings = 0
+        while True:
+            while not all(seat.link is not None and seat.link.configured for seat in self.seats.values()):
+                self._seats_changed.clear()
+                await self._seats_changed.wait()
+            self._break_reason = ""
+            self._session = asyncio.create_task(self._serve(), name=f"set {self.spec.index}")
+            try:
+                await asyncio.wait({self._session})
+            except asyncio.CancelledError:
+                self._session.cancel()
+                await asyncio.wait({self._session})
+                raise
+            openings = 0 if self.ready else openings + 1
+            if not self._end_session(self._session, last_try=openings >= MAX_OPENINGS):
+                return
+            if openings:
+                await asyncio.sleep(self._timings.retry_s)
+
+    async def stop(self, error: KvloomError) -> None:
+        """Ends all requests and closes all lanes: the ranks exit."""
+        self.ready = False
+        if self.engine is not None:
+            self.engine.fail_all(error)
+        await self._background.cancel()
+        for seat in self.seats.values():
+            link, seat.link = seat.link, None
+            if link is not None:
+                await link.close("the coordinator stops")
+
+    async def _load(self, link: RankLink) -> None:
+        try:
+            await bring_up.configure(link, self._config, self._timings)
+        except RankFault as fault:
+            self._lose(link, fault.what)
+            return
+        log.info("rank loaded its weights", rank=link.rank)
+        self._seats_changed.set()
+
+    async def _watch(self, link: RankLink) -> None:
+        reason = await watch(link, self._timings)
+        self._lose(link, reason)
+
+    async def _serve(self) -> None:
+        links = {rank: seat.link for rank, seat in self.seats.items() if seat.link is not None}
+        first_time = self.engine is None
+        if self.engine is None:
+            room = {rank: link.configured.max_kv_blocks for rank, link in links.items() if link.configured is not None}
+            self._pool_blocks = bring_up.pool_blocks(self._config, room)
+            self.engine = self._new_engine(self.spec, self._pool_blocks)
+            # A rank that comes later must plan for the pool the set has, whatever memory is free then.
+            self._config = _with_pool(self._config, self._pool_blocks)
+        await bring_up.allocate(list(links.values()), self._pool_blocks, self._timings)
+        for link in links.values():
+            link.lane.epoch = self.epoch
+        if not first_time:
+            await bring_up.reset(list(links.values()), self._timings)
+        await bring_up.open_groups(self.spec.groups, links, self._timings)
+        for seat in self.seats.values():
+            seat.state = "ready"
+        self.ready = self._was_ready = True
+        log.info("set serves", set=self.spec.index, epoch=self.epoch, blocks=self._pool_blocks)
+        self._on_change()
+        await self.engine.run([link.lane for link in links.values()])
+
+    def _end_session(self, session: "asyncio.Task[None]", last_try: bool) -> bool:
+        """Draws the conclusions from a session's end; False when there will be no other."""
+        fault = None if session.cancelled() else session.exception()
+        reason = self._break_reason or str(fault)
+        was_open, self.ready = self.ready, False
+        if not self._was_ready:
+            self._on_fatal(fault if isinstance(fault, KvloomError) else StartFailed(reason))
+            return False
+        log.warning("set broken", set=self.spec.index, epoch=self.epoch, reason=reason)
+        self.epoch += 1
+        if self.engine is not None:
+            self.engine.fail_all(Unavailable(f"the request was lost: {reason}", retry_after_s=self._timings.retry_s))
+        for seat in self.seats.values():
+            if seat.link is not None:
+                # Behind a lost member, a survivor's collective ends at its own time-out.
+                seat.link.lane.tolerate_stalls(self._timings.command_s)
+        if fault is not None and not isinstance(fault, RankFault):
+            log.error("unexpected failure of a set", exc=fault, set=self.spec.index)
+        if isinstance(fault, CommandTimedOut) or (isinstance(fault, RankFault) and not was_open and last_try):
+            self._lose_rank(fault.rank, fault.what)
+        self._on_change()
+        return True
+
+    def _lose_rank(self, rank: int, reason: str) -> None:
+        link = self.seats[rank].link
+        if link is not None:
+            self._lose(link, reason)
+
+    def _lose(self, link: RankLink, reason: str) -> None:
+        """Fences a rank's process: it is no longer spoken to, whatever it does. Nothing happens if it already was."""
+        seat = self.seats[link.rank]
+        if seat.link is not link:
+            return
+        seat.link, seat.state, seat.fenced_reason = None, "lost", reason
+        log.warning("rank lost", rank=seat.rank, instance=link.instance, reason=reason)
+        self._background.spawn(link.close(reason), f"close rank {seat.rank}")
+        text = f"rank {seat.rank}: {reason}"
+        self._break_reason = self._break_reason or text
+        if self._session is not None:
+            self._session.cancel()
+        if not self._was_ready:
+            self._on_fatal(StartFailed(text))
+        self._on_change()
+
+    def _on_bug(self, task: str, error: Exception) -> None:
+        """A background task of the set ended with an exception nobody foresaw: what it looked after is in doubt."""
+        reason = f"{task} failed ({type(error).__name__})"
+        if not self._was_ready:
+            self._on_fatal(StartFailed(reason))
+        for seat in self.seats.values():
+            if task.endswith(f" rank {seat.rank}"):
+                self._lose_rank(seat.rank, reason)
+
+
+def _with_pool(config: common_pb2.ClusterConfig, blocks: int) -> common_pb2.ClusterConfig:
+    settled = common_pb2.ClusterConfig()
+    settled.CopyFrom(config)
+    settled.kv_cache_tokens_per_rank = blocks * config.block_size
+    settled.kv_cache_memory_bytes = 0
+    return settled

@@ -1,0 +1,60 @@
+"""The cluster's status as a message."""
+
+from collections.abc import Sequence
+
+from coordinator.rank_set import RankSet, Seat
+from coordinator.step_times import StepMeter
+from cp_wire.pb import common_pb2, coordinator_pb2
+
+
+def cluster_state(sets: Sequence[RankSet], started: bool, draining: bool) -> str:
+    """starting, serving, degraded or draining."""
+    if draining:
+        return "draining"
+    if not started:
+        return "starting"
+    return "serving" if all(home.ready for home in sets) else "degraded"
+
+
+def cluster_status(
+    sets: Sequence[RankSet], config: common_pb2.ClusterConfig, state: str, num_shards: int
+) -> coordinator_pb2.GetStatusResponse:
+    """A snapshot; nothing in it can fail, and its cost does not depend on the requests."""
+    schedulers = [home.engine.scheduler for home in sets if home.engine is not None]
+    stats = [scheduler.stats for scheduler in schedulers]
+    status = coordinator_pb2.GetStatusResponse(
+        ranks=[_rank(home, seat) for home in sets for seat in home.seats.values()],
+        groups=[
+            coordinator_pb2.GroupStatus(name=name, ranks=ranks, epoch=home.epoch)
+            for home in sets
+            for name, ranks in home.spec.groups.items()
+        ],
+        running=sum(scheduler.running for scheduler in schedulers),
+        waiting=sum(scheduler.waiting for scheduler in schedulers),
+        config=config,
+        state=state,
+        step_times=StepMeter.merged([home.engine.meter for home in sets if home.engine is not None]).report(),
+        kv_capacity_tokens=sum(home.pool_blocks for home in sets) * num_shards * config.block_size,
+    )
+    status.prefix_cache.hit_unit_tokens = num_shards * config.block_size
+    for name in ("queried_tokens", "hit_tokens", "recomputed_tokens", "preemptions"):
+        setattr(status.prefix_cache, name, sum(getattr(counters, name) for counters in stats))
+    return status
+
+
+def _rank(home: RankSet, seat: Seat) -> coordinator_pb2.RankStatus:
+    status = coordinator_pb2.RankStatus(
+        rank=seat.rank,
+        role="mixed",
+        state=seat.state,
+        instance=seat.last_instance,
+        pid=seat.last_pid,
+        fenced_reason=seat.fenced_reason,
+    )
+    if seat.link is not None:
+        status.address = seat.link.address
+        status.last_progress_ms = seat.link.last_progress_ms
+        status.kv_blocks_total = seat.link.pool_blocks
+        if home.engine is not None and seat.link.pool_blocks:
+            status.kv_blocks_free = home.engine.scheduler.free_blocks[home.spec.member_of(seat.rank)]
+    return status

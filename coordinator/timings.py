@@ -1,0 +1,31 @@
+"""Every interval and deadline of the coordinator, in seconds."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Tests shorten them; nothing else in the package names a duration."""
+
+    poll_interval_s: float = 0.5
+    """Between two progress polls of a rank."""
+    poll_deadline_s: float = 2.0
+    """A rank whose event loop does not answer for so long is frozen."""
+    stall_floor_s: float = 5.0
+    """Least age of a worker's last progress at which it counts as stuck; 4 × the predicted step where that is more."""
+    step_floor_s: float = 10.0
+    """Least bound on the collectives of a step; 4 × the predicted step where that is more."""
+    step_margin_s: float = 2.0
+    """What the coordinator waits beyond a step's own bound."""
+    configure_s: float = 1800.0
+    """Loading weights."""
+    command_s: float = 60.0
+    """Any other command, also one that queues behind a collective that has to time out first."""
+    open_group_s: float = 30.0
+    """Until all members of a group have met."""
+    retry_s: float = 0.5
+    """Before a set whose groups did not open tries again, and the advice to clients of a lost rank."""
+    start_s: float = 600.0
+    """From listening to serving."""
+    stop_s: float = 2.0
+    """For calls that are still open when the process stops."""

@@ -1,0 +1,49 @@
+"""ScheduledStep → StepPlan: the same decision, as the message that every rank of the set gets."""
+
+from coordinator.plan import Row, Sampling, ScheduledStep
+from cp_wire.pb import common_pb2, rank_pb2
+
+
+def to_step_plan(step: ScheduledStep, ticket: int, timeout_ms: int) -> rank_pb2.StepPlan:
+    """Builds the message; its size depends on the step's new tokens and new blocks, never on the length of a context."""
+    return rank_pb2.StepPlan(
+        ticket=ticket,
+        timeout_ms=timeout_ms,
+        decode_mode=common_pb2.DECODE_MODE_REPLICATED,
+        gather=common_pb2.GATHER_NONE,
+        released=step.released,
+        admitted=[
+            rank_pb2.AdmittedRequest(
+                handle=admission.handle,
+                sampling=_sampling(admission.sampling),
+                shard_offset=admission.shard_offset,
+                num_cached_tokens=admission.num_cached_tokens,
+            )
+            for admission in step.admitted
+        ],
+        rows=[_row(row) for row in step.rows],
+    )
+
+
+def _sampling(sampling: Sampling) -> common_pb2.SamplingParams:
+    return common_pb2.SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        seed=sampling.seed,
+        top_logprobs=sampling.top_logprobs,
+        stop_token_ids=sampling.stop_token_ids,
+    )
+
+
+def _row(row: Row) -> rank_pb2.StepRow:
+    return rank_pb2.StepRow(
+        handle=row.handle,
+        start=row.start,
+        token_ids=row.token_ids,
+        new_block_ids=[block for blocks in row.new_blocks for block in blocks],
+        new_block_counts=[len(blocks) for blocks in row.new_blocks],
+        sample=row.sample,
+        output_index=row.output_index,
+        ban_stop=row.ban_stop,
+    )
