@@ -42,6 +42,7 @@ class KvBlocks:
         self._layout = layout
         self._blocks_per_member = blocks_per_member
         self._identity = identity
+        self._none = (0,) * layout.num_shards
         self.clear()
 
     def clear(self) -> None:
@@ -100,18 +101,24 @@ class KvBlocks:
             sequence.tables[member].append(block)
         sequence.num_registered = len(placement.hit.units)
 
-    def missing(self, request: Request, length: int) -> list[int]:
-        """Per member, blocks that the request lacks for [0, length)."""
-        tables = self._sequences[request.handle].tables
-        needed = blocks_by_member(self._layout, length, request.shard_offset)
+    def missing(self, request: Request, length: int) -> Sequence[int]:
+        """Per member, blocks that the request lacks for [0, length); length > `num_computed`."""
+        layout, tables = self._layout, self._sequences[request.handle].tables
+        if length == request.num_computed + 1:  # decode: one look instead of one per member
+            member = layout.member_of(layout.owner(length - 1), request.shard_offset)
+            if layout.block_column(length - 1) < len(tables[member]):
+                return self._none
+        needed = blocks_by_member(layout, length, request.shard_offset)
         return [need - len(table) for need, table in zip(needed, tables, strict=True)]
 
     def has_room(self, counts: Sequence[int]) -> bool:
         """Whether every member has so many free blocks."""
-        return all(pool.num_free >= count for pool, count in zip(self._pools, counts, strict=True))
+        return counts is self._none or all(pool.num_free >= count for pool, count in zip(self._pools, counts, strict=True))
 
     def grow(self, request: Request, counts: Sequence[int]) -> None:
         """Appends so many blocks of each member to the request's tables; there must be room."""
+        if counts is self._none:
+            return
         for member, (table, count) in enumerate(zip(self._sequences[request.handle].tables, counts, strict=True)):
             for _ in range(count):
                 block, evicted = self._pools[member].take()
@@ -121,7 +128,7 @@ class KvBlocks:
 
     def tail(self, request: Request, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The last so many blocks of each table; () when all counts are 0."""
-        if not any(counts):
+        if counts is self._none or not any(counts):
             return ()
         tables = self._sequences[request.handle].tables
         return tuple(tuple(table[len(table) - count :]) for table, count in zip(tables, counts, strict=True))

@@ -31,8 +31,8 @@ class RequestRefused(ValueError):
 
 
 def shortened(value: object) -> str:
-    """The value in at most 64 characters; the cost does not grow with the length of a string."""
-    text = repr(value[: MAX_VALUE_CHARS + 1]) if isinstance(value, str) else str(value)
+    """The value in at most 64 characters."""
+    text = str(value)
     return text if len(text) <= MAX_VALUE_CHARS else text[: MAX_VALUE_CHARS - 1] + "…"
 
 
@@ -147,4 +147,6 @@ def _check_stop(stop: Sequence[str]) -> None:
         if not text:
             raise RequestRefused("stop", "an empty string", "made of strings of at least 1 character")
         if len(text) > MAX_STOP_STRING_CHARS:
-            raise RequestRefused("stop", text, f"made of strings of at most {MAX_STOP_STRING_CHARS} characters")
+            raise RequestRefused(
+                "stop", repr(text[:MAX_VALUE_CHARS]), f"made of strings of at most {MAX_STOP_STRING_CHARS} characters"
+            )

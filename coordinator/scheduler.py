@@ -5,7 +5,7 @@ are given from the front of the queue, and a preempted request, always the young
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from coordinator.kv_blocks import KvBlocks, Placement
@@ -236,7 +236,7 @@ class Scheduler:
             self._stats.queried_tokens += len(request.prompt)
             self._stats.hit_tokens += placement.num_cached_tokens
 
-    def _row(self, request: Request, count: int, new_blocks: list[int]) -> Row:
+    def _row(self, request: Request, count: int, new_blocks: Sequence[int]) -> Row:
         start, index = request.num_computed, len(request.output)
         return Row(
             handle=request.handle,
