@@ -59,6 +59,8 @@ class Cluster:
         self._address = ""
         self._gone: list[Child] = []
         """Children in the order of their end."""
+        self._killed: set[int] = set()
+        """Pids of fenced ranks that were sent SIGKILL."""
 
     async def start(self) -> str:
         """Starts everything and returns HOST:PORT once requests are accepted; `ClusterFailed` names the process at fault."""
@@ -158,7 +160,10 @@ class Cluster:
         for entry in status.ranks:
             child = self._ranks.get(entry.rank)
             # The pid tells a fenced process from the one that has taken its place.
-            if entry.state == "lost" and child is not None and child.alive and child.pid == entry.pid:
+            if child is None or not child.alive or child.pid != entry.pid:
+                continue
+            if entry.state == "lost" and entry.pid not in self._killed:
+                self._killed.add(entry.pid)
                 log.warning("killing a fenced rank", rank=entry.rank, pid=entry.pid, why=entry.fenced_reason)
                 child.send(signal.SIGKILL)
 

