@@ -17,6 +17,7 @@ COMMANDS = {
     "status": ("cp_client.status_command", "add_status_parser", "ranks, groups and queues of a cluster"),
     "explain": ("cp_client.explain", "add_explain_parser", "show where tokens, blocks and ranks lie"),
     "check": ("cp_client.check", "add_check_parser", "judge a configuration before anything starts"),
+    "bench": ("cp_client.bench_command", "add_bench_parser", "measure"),
 }
 """Command → (module, function that adds its parser, summary). The parser sets `func(args) -> exit status`."""
 

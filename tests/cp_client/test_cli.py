@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 
+from cp_client.bench_command import BENCHMARKS
 from cp_client.cli import COMMANDS, build_parser, main
 from cp_client.plain import plain
 from cp_wire import errors
@@ -212,3 +214,14 @@ def test_a_command_imports_what_it_needs(command, absent):
     code = f"import sys; from cp_client.cli import build_parser; build_parser({command!r}); print('\\n'.join(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=True)
     assert not absent & set(done.stdout.split())
+
+
+def test_bench_hands_its_words_on(capfd):
+    assert main(["bench", "layout", "--help"]) == 0
+    assert "--seeds" in capfd.readouterr().out
+    assert main(["bench", "layout", "--nonsense"]) == 2
+
+
+def test_every_benchmark_has_its_name_on_the_command_line():
+    modules = {path.stem for path in (Path(__file__).parents[2] / "benchmarks").glob("*.py")} - {"__init__", "harness"}
+    assert set(BENCHMARKS) == modules
