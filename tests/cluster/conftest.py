@@ -14,7 +14,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
     """SmolLM2 in fp32 on two ranks, KV interleaved by 4 tokens, 64 blocks each."""
     log = tmp_path_factory.mktemp("smollm2") / "stderr"
     flags = ["--dtype", "float32", "--cp-kv-cache-interleave-size", "4", "--kv-cache-tokens-per-rank", "1024"]
-    with kvloom_up("-pcp", "2", "-dcp", "2", *flags, "--max-num-seqs", "4", log=log) as running:
+    with kvloom_up("-pcp", "2", "-dcp", "2", *flags, "--max-num-seqs", "4", "--max-model-len", "1800", log=log) as running:
         yield running
 
 

@@ -1,0 +1,42 @@
+"""SmolLM2 on real clusters of every shape that is promised for it: ids and log-probabilities of `transformers` in fp32."""
+
+import pytest
+
+from tests import smollm2_reference
+from tests.cluster.processes import kvloom_up
+
+pytestmark = [pytest.mark.cluster, pytest.mark.sweep]
+
+SHAPES = [
+    ((1, 1, 1), 16),
+    ((3, 1, 1), 16),
+    ((1, 2, 1), 16),
+    *(((1, n, n), interleave) for n in (2, 4) for interleave in (1, 4, 16)),
+]
+
+
+@pytest.mark.parametrize(("shape", "interleave"), SHAPES, ids=lambda value: str(value).replace(" ", ""))
+def test_ids_and_logprobs(tmp_path, shape, interleave):
+    tp, pcp, dcp = shape
+    flags = ["-tp", str(tp), "-pcp", str(pcp), "-dcp", str(dcp), "--cp-kv-cache-interleave-size", str(interleave)]
+    with kvloom_up(*flags, "--dtype", "float32", "--kv-cache-tokens-per-rank", "2048", log=tmp_path / "stderr") as running:
+        reference = smollm2_reference.load()
+        streams = [
+            running.client.generate(
+                token_ids=case["prompt_ids"],
+                max_tokens=smollm2_reference.NEW_TOKENS,
+                temperature=0.0,
+                ignore_eos=True,
+                top_logprobs=smollm2_reference.TOP,
+            )
+            for case in reference
+        ]
+        for case, stream in zip(reference, streams, strict=True):
+            events = list(stream)
+            assert [token for event in events for token in event.token_ids] == case["output_ids"], case["prompt"][:40]
+            positions = [position for event in events for position in event.logprobs]
+            for expected, actual in zip(case["top_logprobs"], positions, strict=True):
+                actual_top = dict(actual.top)
+                shared = [(p, actual_top[i]) for i, p in expected if i in actual_top]
+                assert len(shared) >= smollm2_reference.TOP - 1
+                assert max(abs(p - q) for p, q in shared) <= 1e-3
