@@ -109,11 +109,14 @@ def _read(path: Path) -> str:
 
 def _print_text(stream: Stream) -> None:
     """Text as it comes, and a line end so that the shell's prompt starts a line."""
+    started = False
     try:
         for event in stream:
             print(event.text, end="", flush=True)
+            started = True
     finally:
-        print(flush=True)
+        if started:
+            print(flush=True)
 
 
 def _ids(text: str) -> list[int]:
