@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from rank_server import sampler
 from rank_server.sampler import Draw, RowSampling, sample, uniform
 
 GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, seed=0, output_index=0)
@@ -185,6 +186,13 @@ def test_logits_that_are_not_finite_fail_their_row_alone(broken, wanted):
 def test_minus_infinity_is_a_probability_of_zero():
     for wanted in (WARM, replace(WARM, top_k=3), replace(WARM, top_p=0.999999)):
         assert {draw([-INF, 1.0, -INF, 1.0], replace(wanted, seed=seed)).token_id for seed in range(60)} == {1, 3}
+
+
+@pytest.mark.parametrize(("point", "token"), [(0.0, 1), (0.5, 3), (1 - 2**-53, 3)])
+def test_points_on_an_edge_of_the_cdf_never_draw_a_probability_of_zero(monkeypatch, point, token):
+    monkeypatch.setattr(sampler, "uniform", lambda seed, output_index: point)
+    for wanted in (WARM, replace(WARM, top_k=4)):
+        assert draw([-INF, 1.0, -INF, 1.0, -INF], wanted).token_id == token
 
 
 def test_banned_ids_are_not_drawn():
