@@ -27,7 +27,9 @@ STOP_GRACE_S = 1.0
 
 def build_parser() -> argparse.ArgumentParser:
     """Flags of a rank process."""
-    parser = argparse.ArgumentParser(prog="python -m rank_server", description="One kvloom rank: a KV shard and a slice of the model.")
+    parser = argparse.ArgumentParser(
+        prog="python -m rank_server", description="One kvloom rank: a KV shard and a slice of the model."
+    )
     parser.add_argument("--rank", type=integer(0), required=True, help="global rank index")
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
     parser.add_argument("--model", required=True, help="Hugging Face directory or GGUF file")

@@ -54,7 +54,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         self.lane_opened = asyncio.Event()
         self.lane_closed = asyncio.Event()
 
-    async def Execute(  # noqa: N802
+    async def Execute(
         self, request_iterator: AsyncIterator[rank_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[rank_pb2.ExecuteResponse]:
         """Commands in, results out, one at a time, in order."""
@@ -74,7 +74,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         finally:
             self.lane_closed.set()
 
-    async def GetProgress(  # noqa: N802
+    async def GetProgress(
         self, request: rank_pb2.GetProgressRequest, context: grpc.aio.ServicerContext
     ) -> rank_pb2.GetProgressResponse:
         """Answered at once, whatever the worker does."""

@@ -66,7 +66,7 @@ def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, mem
         count = len(row.token_ids)
         if row.start != sequence.num_computed or count == 0:
             raise PlanRefused(
-                f"request {row.handle}: row of {count} tokens starts at {row.start}, the rank holds {sequence.num_computed} tokens"
+                f"request {row.handle}: {count} tokens start at {row.start}, the rank holds {sequence.num_computed} tokens"
             )
         _append_new_blocks(row, sequence, layout.num_shards, member)
         end = row.start + count
@@ -122,7 +122,7 @@ def _append_new_blocks(row: rank_pb2.StepRow, sequence: Sequence, members: int, 
         return
     if len(counts) != members or sum(counts) != len(row.new_block_ids):
         raise PlanRefused(
-            f"request {row.handle}: counts {list(counts)} do not match {members} members and {len(row.new_block_ids)} new blocks"
+            f"request {row.handle}: {list(counts)} do not match {members} members and {len(row.new_block_ids)} new blocks"
         )
     first = sum(counts[:member])
     mine = list(row.new_block_ids[first : first + counts[member]])

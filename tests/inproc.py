@@ -1,4 +1,4 @@
-"""A whole cluster in one process: the real scheduler, the real plans, the real executors; ranks are threads over `local` groups.
+"""A whole cluster in one process: real scheduler, real plans, real executors; ranks are threads over `local` groups.
 
 What it leaves out is gRPC. Every block that enters a table is filled with NaN on its rank first, so a read of an uncommitted,
 freed or foreign slot shows in the tokens.

@@ -103,8 +103,8 @@ def test_tables_grow_past_their_first_allocation():
     ("plan", "words"),
     [
         (plan_with(row(9, 0, [1], [[0], []])), "request 9 is not known"),
-        (plan_with(row(1, 5, [1])), "starts at 5, the rank holds 0"),
-        (plan_with(row(1, 0, [])), "row of 0 tokens"),
+        (plan_with(row(1, 5, [1])), "start at 5, the rank holds 0"),
+        (plan_with(row(1, 0, [])), "0 tokens start at 0"),
         (plan_with(row(1, 0, [1, 2, 3], [[0]])), "do not match 2 members"),
         (plan_with(row(1, 0, [1], [[], []])), "need 1 blocks on shard 0, its table has 0"),
         (plan_with(admitted={1: {}}), "request 1 is admitted twice"),
