@@ -64,11 +64,11 @@ class Coordinator:
             RankSet(spec, config, self._new_engine, timings, self._on_change, self._fail)
             for spec in scheduling_sets(grid_of(config))
         ]
-        self._admission = Admission(self.sets, self._limits, self._text, config.model_name, SeedSource(options.seed), count(1))
+        self.admission = Admission(self.sets, self._limits, self._text, config.model_name, SeedSource(options.seed), count(1))
         by_rank = {rank: home for home in self.sets for rank in home.seats}
         self._registry = RegistryServicer(new_instance(), config, by_rank)
         control = ControlServicer(self.status, self.effective_config, self.drain, self.changes)
-        inference = InferenceServicer(self._admission, self._layout.num_shards)
+        inference = InferenceServicer(self.admission, self._layout.num_shards)
         self._server = Server(options.host, options.port, "prompt")
         for add, servicer, name in (
             (coordinator_pb2_grpc.add_InferenceServiceServicer_to_server, inference, "InferenceService"),
@@ -108,20 +108,20 @@ class Coordinator:
 
     async def drain(self, deadline_s: float) -> int:
         """Stops admission for good, waits for the accepted requests, ends the rest; returns how many those were."""
-        self._admission.closed = True
+        self.admission.closed = True
         self._on_change()
         seen = -1
         try:
             async with asyncio.timeout(deadline_s):
-                while self._admission.active:
-                    seen = await self._admission.changes.beyond(seen)
+                while self.admission.active:
+                    seen = await self.admission.changes.beyond(seen)
         except TimeoutError:
-            return self._admission.end_all(Unavailable("the server is shutting down"))
+            return self.admission.end_all(Unavailable("the server is shutting down"))
         return 0
 
     def status(self) -> coordinator_pb2.GetStatusResponse:
         """A snapshot."""
-        state = cluster_state(self.sets, self._started.is_set(), self._admission.closed)
+        state = cluster_state(self.sets, self._started.is_set(), self.admission.closed)
         return cluster_status(self.sets, self.effective_config(), state, self._layout.num_shards)
 
     def effective_config(self) -> common_pb2.ClusterConfig:
@@ -155,7 +155,7 @@ class Coordinator:
     def _on_change(self) -> None:
         if all(home.ready for home in self.sets):
             self._started.set()
-        self._server.set_serving(any(home.ready for home in self.sets) and not self._admission.closed)
+        self._server.set_serving(any(home.ready for home in self.sets) and not self.admission.closed)
         self.changes.announce()
 
     def _fail(self, error: KvloomError) -> None:
@@ -163,10 +163,10 @@ class Coordinator:
             self._fatal.set_exception(error)
 
     async def _stop(self) -> None:
-        self._admission.closed = True
+        self.admission.closed = True
         self._registry.open = False
         error = Unavailable("the server is shutting down")
-        self._admission.end_all(error)
+        self.admission.end_all(error)
         await self._background.cancel()
         for home in self.sets:
             await home.stop(error)

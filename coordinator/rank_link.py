@@ -1,9 +1,9 @@
 """One life of one rank process, as the coordinator holds it."""
 
-import asyncio
 from collections.abc import Callable
 
 from coordinator.lane import Lane
+from coordinator.tasks import Background
 from cp_wire.channels import open_channel
 from cp_wire.pb import coordinator_pb2, rank_pb2, rank_pb2_grpc
 
@@ -21,6 +21,8 @@ class RankLink:
         self.configured: rank_pb2.Configured | None = None
         self.pool_blocks = 0
         self.last_progress_ms = 0
+        self.background = Background(lambda name, error: on_lost(self, f"{name} failed ({type(error).__name__})"))
+        """What looks after this life of the rank; ends with it."""
         # A plan may carry a whole prompt's token ids.
         self._channel = open_channel(registration.address, "prompt")
         self._stub = rank_pb2_grpc.RankServiceStub(self._channel)
@@ -32,8 +34,7 @@ class RankLink:
         return await self._stub.GetProgress(rank_pb2.GetProgressRequest(), timeout=deadline_s)
 
     async def close(self, reason: str) -> None:
-        """Closes lane and channel."""
+        """Closes lane and channel, and ends the tasks of `background`."""
         self.lane.close(reason)
-        # Lets the cancelled call reach the wire before its channel goes.
-        await asyncio.sleep(0)
+        await self.background.cancel()
         await self._channel.close()

@@ -69,7 +69,7 @@ class RankSet:
         self._break_reason = ""
         self._session: asyncio.Task[None] | None = None
         self._seats_changed = asyncio.Event()
-        self._background = Background(self._on_bug)
+        self._closing = Background(lambda name, error: None)
 
     @property
     def pool_blocks(self) -> int:
@@ -85,8 +85,8 @@ class RankSet:
         seat.link, seat.state, seat.fenced_reason = link, "loading", ""
         seat.last_instance, seat.last_pid = link.instance, link.pid
         log.info("rank joined", rank=seat.rank, instance=link.instance, pid=link.pid)
-        self._background.spawn(self._load(link), f"load rank {seat.rank}")
-        self._background.spawn(self._watch(link), f"watch rank {seat.rank}")
+        link.background.spawn(self._load(link), "loading")
+        link.background.spawn(self._watch(link), "watching")
         self._on_change()
 
     def refuse(self, refusal: KvloomError) -> None:
@@ -120,11 +120,11 @@ class RankSet:
         self.ready = False
         if self.engine is not None:
             self.engine.fail_all(error)
-        await self._background.cancel()
         for seat in self.seats.values():
             link, seat.link = seat.link, None
             if link is not None:
                 await link.close("the coordinator stops")
+        await self._closing.cancel()
 
     async def _load(self, link: RankLink) -> None:
         try:
@@ -196,7 +196,7 @@ class RankSet:
             return
         seat.link, seat.state, seat.fenced_reason = None, "lost", reason
         log.warning("rank lost", rank=seat.rank, instance=link.instance, reason=reason)
-        self._background.spawn(link.close(reason), f"close rank {seat.rank}")
+        self._closing.spawn(link.close(reason), f"closing rank {seat.rank}")
         text = f"rank {seat.rank}: {reason}"
         self._break_reason = self._break_reason or text
         if self._session is not None:
@@ -204,15 +204,6 @@ class RankSet:
         if not self._was_ready:
             self._on_fatal(StartFailed(text))
         self._on_change()
-
-    def _on_bug(self, task: str, error: Exception) -> None:
-        """A background task of the set ended with an exception nobody foresaw: what it looked after is in doubt."""
-        reason = f"{task} failed ({type(error).__name__})"
-        if not self._was_ready:
-            self._on_fatal(StartFailed(reason))
-        for seat in self.seats.values():
-            if task.endswith(f" rank {seat.rank}"):
-                self._lose_rank(seat.rank, reason)
 
 
 def _with_pool(config: common_pb2.ClusterConfig, blocks: int) -> common_pb2.ClusterConfig:

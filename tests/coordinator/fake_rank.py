@@ -1,0 +1,272 @@
+"""A rank without tensors that keeps a rank's promises.
+
+It checks every command as a real rank would (sequence, epoch, instance, request state, block tables), remembers which token
+lies in which slot of which member, and "samples" a hash of the history it finds in those slots. A plan that points at a wrong
+slot therefore changes the tokens.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import grpc.aio
+
+from cp_layout.grid import Grid
+from cp_layout.interleave import Layout
+from cp_wire import errors
+from cp_wire.channels import open_channel
+from cp_wire.identity import PROTOCOL_VERSION, new_instance
+from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc, rank_pb2, rank_pb2_grpc
+from cp_wire.serve import Server
+
+VOCAB = 96
+EOS = 95
+MODEL_HASH = "f00d"
+
+
+def next_token(history: Sequence[int]) -> int:
+    """The model: never draws the end-of-sequence id."""
+    return int.from_bytes(sha256(repr(list(history)).encode()).digest()[:4], "big") % EOS
+
+
+def continuation(prompt: Sequence[int], count: int) -> list[int]:
+    """What a request alone would produce."""
+    history = list(prompt)
+    for _ in range(count):
+        history.append(next_token(history))
+    return history[len(prompt) :]
+
+
+class Refused(Exception):
+    """A command that a rank would not run."""
+
+
+@dataclass
+class Held:
+    """A request's state on the rank."""
+
+    shard_offset: int
+    top_logprobs: int
+    tables: list[list[int]]
+    tokens: list[int] = field(default_factory=list)
+
+
+class FakeRank(rank_pb2_grpc.RankServiceServicer):
+    """One process. Faults are switched on from outside; `steps` holds every plan it ran."""
+
+    def __init__(self, rank: int, max_kv_blocks: int = 64) -> None:
+        self.rank = rank
+        self.max_kv_blocks = max_kv_blocks
+        self.instance = new_instance()
+        self.model_hash = MODEL_HASH
+        self.protocol_version = PROTOCOL_VERSION
+        self.steps: list[rank_pb2.StepPlan] = []
+        self.step_epochs: list[int] = []
+        self.commands: list[str] = []
+        self.lane_closed = asyncio.Event()
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.at_gate = asyncio.Event()
+        self.frozen = False
+        self.count_wrong = False
+        self.fail_command: tuple[str, rank_pb2.CommandError] | None = None
+        self.fail_rows: dict[int, str] = {}
+        self.echo_change: dict[str, object] = {}
+        self.sequences: dict[int, Held] = {}
+        self.memory: dict[tuple[int, int, int], int] = {}
+        self.pool: int | None = None
+        self.groups: dict[str, list[int]] = {}
+        self._config: common_pb2.ClusterConfig | None = None
+        self._epoch = 0
+        self._running = 0
+        self._last_progress = time.monotonic()
+        self._server: Server | None = None
+
+    # -- life
+
+    async def start(self, coordinator: str) -> None:
+        """Listens and registers; raises the KvloomError of a refused registration."""
+        self._server = Server("127.0.0.1", 0, "prompt")
+        self._server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, self, "kvloom.v1.RankService")
+        address = await self._server.start()
+        request = coordinator_pb2.RegisterRequest(
+            rank=self.rank,
+            address=address,
+            instance=self.instance,
+            pid=1000 + self.rank,
+            protocol_version=self.protocol_version,
+            model_hash=self.model_hash,
+        )
+        async with open_channel(coordinator, "control") as channel:
+            try:
+                await coordinator_pb2_grpc.RegistryServiceStub(channel).Register(request, timeout=5)
+            except errors.RpcError as error:
+                raise errors.from_rpc_error(error) from None
+
+    async def die(self) -> None:
+        """The process is gone: its sockets close."""
+        if self._server is not None:
+            await self._server.stop(0)
+
+    async def hold(self) -> None:
+        """Returns once a command waits at the closed gate."""
+        self.gate.clear()
+        self.at_gate.clear()
+        await asyncio.wait_for(self.at_gate.wait(), 5)
+
+    # -- the service
+
+    async def GetProgress(
+        self, request: rank_pb2.GetProgressRequest, context: grpc.aio.ServicerContext
+    ) -> rank_pb2.GetProgressResponse:
+        if self.frozen:
+            await asyncio.Event().wait()
+        return rank_pb2.GetProgressResponse(
+            instance=self.instance,
+            rank=self.rank,
+            running_sequence=self._running,
+            last_progress_ms=int(1000 * (time.monotonic() - self._last_progress)),
+        )
+
+    async def Execute(
+        self, request_iterator: AsyncIterator[rank_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[rank_pb2.ExecuteResponse]:
+        try:
+            expected = 0
+            async for request in request_iterator:
+                expected += 1
+                assert request.sequence == expected, f"gap: {request.sequence} after {expected - 1}"
+                yield await self._answer(request)
+        finally:
+            self.lane_closed.set()
+
+    async def _answer(self, request: rank_pb2.ExecuteRequest) -> rank_pb2.ExecuteResponse:
+        kind = request.WhichOneof("command") or ""
+        self.commands.append(kind)
+        self._running, self._last_progress = request.sequence, time.monotonic()
+        started = time.perf_counter()
+        response = rank_pb2.ExecuteResponse(sequence=request.sequence, epoch=request.epoch, instance=self.instance)
+        try:
+            self._check(request, kind)
+            if not self.gate.is_set():
+                self.at_gate.set()
+                await self.gate.wait()
+            getattr(self, f"_{kind}")(request, response)
+        except Refused as refusal:
+            response.error.CopyFrom(rank_pb2.CommandError(reason="PLAN_REFUSED", message=str(refusal)))
+        if self.fail_command is not None and self.fail_command[0] == kind:
+            response.error.CopyFrom(self.fail_command[1])
+            self.fail_command = None
+        response.worker_us = int(1e6 * (time.perf_counter() - started))
+        self._running, self._last_progress = 0, time.monotonic()
+        return response
+
+    def _check(self, request: rank_pb2.ExecuteRequest, kind: str) -> None:
+        if request.instance != self.instance:
+            raise Refused(f"command for {request.instance}, this is {self.instance}")
+        if request.epoch < self._epoch or (request.epoch > self._epoch and kind not in ("reset", "configure")):
+            raise Refused(f"{kind} of epoch {request.epoch} at epoch {self._epoch}")
+        self._epoch = request.epoch
+
+    # -- commands
+
+    def _configure(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
+        if self._config is not None:
+            raise Refused("configured twice")
+        self._config = request.configure.config
+        self._grid = Grid(self._config.tp, self._config.pcp, self._config.dcp, self._config.dp)
+        self._layout = Layout(self._config.dcp, self._config.interleave, self._config.block_size)
+        response.configured.config.CopyFrom(self._config)
+        for name, value in self.echo_change.items():
+            setattr(response.configured.config, name, value)
+        response.configured.max_kv_blocks = self.max_kv_blocks
+
+    def _allocate_pool(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
+        if self.pool is not None or self._config is None:
+            raise Refused("allocated twice, or before it was configured")
+        self.pool = request.allocate_pool.num_blocks
+        response.pool_allocated.num_blocks = self.pool
+
+    def _prepare_group(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
+        if request.prepare_group.ranks[0] != self.rank:
+            raise Refused("only index 0 prepares")
+        response.group_prepared.bootstrap = f"{request.prepare_group.group}@{self._epoch}".encode()
+
+    def _open_group(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
+        opened = request.open_group
+        if opened.group in self.groups or opened.bootstrap != f"{opened.group}@{self._epoch}".encode():
+            raise Refused(f"{opened.group} is open or has a strange bootstrap {opened.bootstrap!r}")
+        self.groups[opened.group] = list(opened.ranks)
+        response.group_opened.SetInParent()
+
+    def _reset(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
+        self.groups.clear()
+        self.sequences.clear()
+        self.memory.clear()
+        response.reset_done.SetInParent()
+
+    def _step(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
+        plan = request.step
+        wanted = {
+            f"{kind}:{index}"
+            for kind, groups in (("tp", self._grid.tp_groups()), ("q", self._grid.q_groups()), ("dcp", self._grid.dcp_groups()))
+            for index, ranks in enumerate(groups)
+            if len(ranks) > 1 and self.rank in ranks
+        }
+        if set(self.groups) != wanted:
+            raise Refused(f"groups {sorted(self.groups)} are open, {sorted(wanted)} are needed")
+        for handle in plan.released:
+            if self.sequences.pop(handle, None) is None:
+                raise Refused(f"released {handle}, which is unknown")
+        cached = {}
+        for admitted in plan.admitted:
+            if admitted.handle in self.sequences:
+                raise Refused(f"admitted {admitted.handle} twice")
+            self.sequences[admitted.handle] = Held(
+                admitted.shard_offset, admitted.sampling.top_logprobs, [[] for _ in range(self._layout.num_shards)]
+            )
+            cached[admitted.handle] = admitted.num_cached_tokens
+        for row in plan.rows:
+            self._row(row, cached.get(row.handle, 0), response.step)
+        response.step.ticket = plan.ticket
+        member = self._grid.dcp_member(self.rank)
+        response.step.blocks_in_use = self.count_wrong + sum(
+            len(sequence.tables[member]) for sequence in self.sequences.values()
+        )
+        self.steps.append(plan)
+        self.step_epochs.append(request.epoch)
+
+    def _row(self, row: rank_pb2.StepRow, cached: int, result: rank_pb2.StepResult) -> None:
+        sequence = self.sequences.get(row.handle)
+        if sequence is None:
+            raise Refused(f"row of unknown request {row.handle}")
+        blocks = iter(row.new_block_ids)
+        for table, count in zip(sequence.tables, row.new_block_counts, strict=bool(row.new_block_counts)):
+            table.extend(next(blocks) for _ in range(count))
+        for position in range(len(sequence.tokens), cached):
+            sequence.tokens.append(self.memory[self._slot(sequence, position)])
+        if row.start != len(sequence.tokens):
+            raise Refused(f"row of {row.handle} starts at {row.start}, {len(sequence.tokens)} tokens are here")
+        for token in row.token_ids:
+            self.memory[self._slot(sequence, len(sequence.tokens))] = token
+            sequence.tokens.append(token)
+        place = self._grid.coords(self.rank)
+        if row.sample and place.pcp == place.tp == 0:
+            drawn = result.sampled.add(handle=row.handle, token_id=next_token(sequence.tokens))
+            drawn.error = self.fail_rows.pop(row.handle, "")
+            if sequence.top_logprobs:
+                drawn.logprobs.sampled = -0.5
+
+    def _slot(self, sequence: Held, position: int) -> tuple[int, int, int]:
+        layout = self._layout
+        member = layout.member_of(layout.owner(position), sequence.shard_offset)
+        column = layout.block_column(position)
+        if column >= len(sequence.tables[member]):
+            raise Refused(f"no block for position {position} on member {member}")
+        block = sequence.tables[member][column]
+        assert self.pool is not None
+        if not 0 <= block < self.pool:
+            raise Refused(f"block {block} is outside a pool of {self.pool}")
+        return member, block, layout.block_offset(position)

@@ -1,0 +1,215 @@
+"""A coordinator over fake ranks, and a client that writes down what it sees."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+
+from coordinator.app import Coordinator, Options
+from coordinator.detokenizer import Emission
+from coordinator.stop_strings import StopStrings
+from coordinator.timings import Timings
+from cp_layout.model_shape import ModelShape
+from cp_wire import errors
+from cp_wire.channels import open_channel
+from cp_wire.identity import PROTOCOL_VERSION
+from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
+from tests.coordinator.fake_rank import EOS, MODEL_HASH, VOCAB, FakeRank
+
+DEADLINE_S = 10.0
+FAST = Timings(
+    poll_interval_s=0.02,
+    poll_deadline_s=0.3,
+    stall_floor_s=0.3,
+    step_floor_s=1.0,
+    step_margin_s=0.2,
+    configure_s=5.0,
+    command_s=2.0,
+    open_group_s=2.0,
+    retry_s=0.02,
+    start_s=5.0,
+    stop_s=0.2,
+)
+SHAPE = ModelShape(
+    architecture="LlamaForCausalLM",
+    num_layers=2,
+    hidden_size=8,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=4,
+    intermediate_size=16,
+    vocab_size=VOCAB,
+    max_position=4096,
+    rms_norm_eps=1e-5,
+    rope_theta=1e4,
+    tie_embeddings=True,
+    dtype="float32",
+)
+
+
+class FakeDetokenizer:
+    """Token i is the letter number i mod 26."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = StopStrings(stop)
+        self._poison = "?" in stop
+
+    def push(self, token_ids: Sequence[int]) -> Emission:
+        if self._poison:
+            raise RuntimeError("poison")
+        text = self._stop.feed(letters(token_ids))
+        return Emission(text, len(token_ids), self._stop.stopped)
+
+    def flush(self) -> str:
+        return "" if self._stop.stopped else self._stop.flush()
+
+
+def letters(token_ids: Sequence[int]) -> str:
+    return "".join(chr(ord("a") + token % 26) for token in token_ids)
+
+
+class FakeText:
+    """One token per character; "!" breaks the tokeniser, "?" in `stop` the detokenizer."""
+
+    vocab_size = VOCAB
+    eos_token_ids = (EOS,)
+
+    def encode(self, text: str) -> list[int]:
+        if "!" in text:
+            raise RuntimeError("poison")
+        return [ord(char) % EOS for char in text]
+
+    def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
+        return self.encode("".join(f"{role}:{content}\n" for role, content in messages))
+
+    def detokenizer(self, stop: Sequence[str] = ()) -> FakeDetokenizer:
+        return FakeDetokenizer(stop)
+
+
+def cluster_config(**changes: object) -> common_pb2.ClusterConfig:
+    values: dict[str, object] = {
+        "tp": 1, "pcp": 1, "dcp": 1, "dp": 1, "interleave": 4, "block_size": 4, "max_model_len": 128, "max_num_seqs": 4,
+        "max_num_batched_tokens": 16, "merge": common_pb2.MERGE_A2A, "dtype": "float32", "kv_cache_dtype": "float32",
+        "model_hash": MODEL_HASH, "model_name": "tiny", "collectives": "gloo", "protocol_version": PROTOCOL_VERSION,
+    }  # fmt: skip
+    return common_pb2.ClusterConfig(**(values | changes))
+
+
+@dataclass
+class Heard:
+    """Everything one stream said."""
+
+    accepted: coordinator_pb2.Accepted | None = None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    events: list[coordinator_pb2.GenerateResponse] = field(default_factory=list)
+    finished: coordinator_pb2.Finished | None = None
+    error: errors.KvloomError | None = None
+
+    def hear(self, event: coordinator_pb2.GenerateResponse) -> None:
+        assert self.finished is None, "an event after the terminal one"
+        self.events.append(event)
+        match event.WhichOneof("event"):
+            case "accepted":
+                assert self.accepted is None and len(self.events) == 1
+                self.accepted = event.accepted
+            case "tokens":
+                self.token_ids += event.tokens.token_ids
+                self.text += event.tokens.text
+            case "finished":
+                self.finished = event.finished
+
+
+class Harness:
+    def __init__(self, coordinator: Coordinator, address: str, ranks: list[FakeRank], channel) -> None:
+        self.coordinator, self.address, self.ranks = coordinator, address, ranks
+        self.inference = coordinator_pb2_grpc.InferenceServiceStub(channel)
+        self.control = coordinator_pb2_grpc.ControlServiceStub(channel)
+
+    @property
+    def home(self):
+        return self.coordinator.sets[0]
+
+    @property
+    def scheduler(self):
+        return self.home.engine.scheduler
+
+    def call(self, prompt: Sequence[int], **fields: object):
+        request = coordinator_pb2.GenerateRequest(**({"max_tokens": 8, "ignore_eos": True} | fields))
+        request.tokens.ids.extend(prompt)
+        return self.inference.Generate(request, timeout=DEADLINE_S)
+
+    async def generate(self, prompt: Sequence[int], **fields: object) -> Heard:
+        return await listen(self.call(prompt, **fields))
+
+    async def status(self) -> coordinator_pb2.GetStatusResponse:
+        return await self.control.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=DEADLINE_S)
+
+    async def until(self, condition) -> coordinator_pb2.GetStatusResponse:
+        """Reads the status stream until condition(status)."""
+        async with asyncio.timeout(DEADLINE_S):
+            async for update in self.control.WatchStatus(coordinator_pb2.WatchStatusRequest()):
+                if condition(update.status):
+                    return update.status
+        raise AssertionError("the status stream ended")
+
+    async def until_idle(self) -> None:
+        """Until the ranks have forgotten every request and all blocks are free."""
+        await eventually(
+            lambda: not any(rank.sequences for rank in self.ranks) and self.scheduler.free_blocks == self.scheduler.total_blocks
+        )
+
+    async def until_active(self, count: int) -> None:
+        """Until so many calls are accepted and not over."""
+        await eventually(lambda: len(self.coordinator.admission.active) == count)
+
+    async def replace(self, rank: int) -> FakeRank:
+        """Starts a new process in a lost rank's seat."""
+        fresh = FakeRank(rank)
+        self.ranks[rank] = fresh
+        await fresh.start(self.address)
+        return fresh
+
+
+async def eventually(condition) -> None:
+    """Lets the event loop run until the condition holds."""
+    async with asyncio.timeout(DEADLINE_S):
+        while not condition():  # noqa: ASYNC110 - the conditions are reads of plain state, nobody signals them
+            await asyncio.sleep(0)
+
+
+async def listen(call) -> Heard:
+    heard = Heard()
+    try:
+        async for event in call:
+            heard.hear(event)
+    except errors.RpcError as error:
+        assert heard.finished is None, "a status after the terminal event"
+        heard.error = errors.from_rpc_error(error)
+    return heard
+
+
+@contextlib.asynccontextmanager
+async def cluster(
+    ranks: Sequence[FakeRank] | None = None,
+    timings: Timings = FAST,
+    wait: bool = True,
+    options: Options | None = None,
+    **config: object,
+) -> AsyncIterator[Harness]:
+    settled = cluster_config(**config)
+    world = settled.tp * settled.pcp * settled.dp
+    everyone = list(ranks) if ranks is not None else [FakeRank(rank) for rank in range(world)]
+    coordinator = Coordinator(settled, SHAPE, FakeText(), options or Options(), timings)
+    async with coordinator.running() as address, open_channel(address, "prompt") as channel:
+        harness = Harness(coordinator, address, everyone, channel)
+        try:
+            for rank in everyone:
+                await rank.start(address)
+            if wait:
+                async with asyncio.timeout(DEADLINE_S):
+                    await coordinator.ready()
+            yield harness
+        finally:
+            for rank in harness.ranks:
+                await rank.die()

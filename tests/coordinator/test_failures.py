@@ -1,0 +1,149 @@
+"""Ranks that die, freeze, hang or fail: what the clients see, what the status says, how the cluster comes back."""
+
+import asyncio
+import time
+from dataclasses import replace
+
+import pytest
+
+from cp_wire import errors
+from cp_wire.pb import rank_pb2
+from tests.coordinator.fake_rank import FakeRank, continuation
+from tests.coordinator.harness import FAST, cluster, eventually
+
+
+def seat(status, rank):
+    return next(one for one in status.ranks if one.rank == rank)
+
+
+async def in_decode(harness, **fields):
+    """A request that has streamed at least one token; the task returns what it heard."""
+    task = asyncio.create_task(harness.generate([1, 2, 3], **({"max_tokens": 100} | fields)))
+    await eventually(lambda: len(harness.ranks[0].steps) > 2)
+    return task
+
+
+async def assert_lost(task):
+    heard = await task
+    assert isinstance(heard.error, errors.Unavailable) and heard.error.retryable
+    assert heard.error.retry_after_s is not None and "rank 1" in heard.error.message
+    assert heard.token_ids == continuation([1, 2, 3], 100)[: len(heard.token_ids)]
+
+
+@pytest.mark.parametrize("how", ["killed", "frozen", "stuck"])
+async def test_k8_l1_lost_rank_ends_requests_and_comes_back(how):
+    async with cluster(pcp=2, dcp=2) as harness:
+        victim = harness.ranks[1]
+        task = await in_decode(harness)
+        queued = asyncio.create_task(harness.generate([1, 2, 3], max_tokens=100))
+        started = time.monotonic()
+        if how == "killed":
+            await victim.die()
+        else:
+            victim.frozen = how == "frozen"
+            victim.gate.clear()
+        await assert_lost(task)
+        await assert_lost(queued)
+        assert time.monotonic() - started < 2
+        status = await harness.status()
+        assert status.state == "degraded"
+        assert seat(status, 1).state == "lost" and seat(status, 1).fenced_reason
+        assert isinstance((await harness.generate([5])).error, errors.Unavailable)
+        victim.gate.set()
+        await asyncio.wait_for(victim.lane_closed.wait(), 5)
+        await victim.die()
+        fresh = await harness.replace(1)
+        status = await harness.until(lambda status: status.state == "serving")
+        assert seat(status, 1).instance == fresh.instance != victim.instance
+        assert seat(status, 1).fenced_reason == ""
+        assert all(group.epoch > 1 for group in status.groups)
+        again = await harness.generate([1, 2, 3], max_tokens=20)
+        assert again.token_ids == continuation([1, 2, 3], 20)
+        assert again.finished.cached_tokens == 0, "the prefix cache of the old epoch is gone"
+        assert set(fresh.step_epochs) == {harness.home.epoch}
+        await harness.until_idle()
+
+
+async def test_survivor_gets_reset_and_new_groups_not_new_weights():
+    async with cluster(pcp=2, dcp=2) as harness:
+        await harness.ranks[1].die()
+        await harness.until(lambda status: status.state == "degraded")
+        survivor = harness.ranks[0]
+        before = len(survivor.commands)
+        await harness.replace(1)
+        await harness.until(lambda status: status.state == "serving")
+        assert survivor.commands[before:] == ["reset", "prepare_group", "open_group"]
+
+
+async def test_h15_stale_process_cannot_take_a_filled_seat():
+    async with cluster() as harness:
+        second = FakeRank(0)
+        with pytest.raises(errors.Duplicate):
+            await second.start(harness.address)
+        await second.die()
+        assert (await harness.generate([1])).error is None
+
+
+async def test_h19_step_error_ends_requests_with_its_cause_and_serves_again_at_once():
+    async with cluster(pcp=2, dcp=2) as harness:
+        started = time.monotonic()
+        harness.ranks[1].fail_command = ("step", rank_pb2.CommandError(reason="COLLECTIVE_FAILED", message="dcp:0 timed out"))
+        heard = await harness.generate(list(range(40)), max_tokens=5)
+        assert time.monotonic() - started < 1
+        assert isinstance(heard.error, errors.Unavailable)
+        assert "rank 1: COLLECTIVE_FAILED: dcp:0 timed out" in heard.error.message
+        await harness.until(lambda status: status.state == "serving")
+        assert all(
+            rank.instance == link
+            for rank, link in zip(harness.ranks, [seat.last_instance for seat in harness.home.seats.values()], strict=True)
+        )
+        assert (await harness.generate([7])).token_ids == continuation([7], 8)
+        await harness.until_idle()
+
+
+async def test_groups_that_do_not_open_are_tried_again():
+    async with cluster(pcp=2, dcp=2) as harness:
+        error = rank_pb2.CommandError(reason="COLLECTIVE_FAILED", message="no connection")
+        harness.ranks[0].fail_command = ("step", error)
+        assert (await harness.generate([1])).error is not None
+        harness.ranks[0].fail_command = ("open_group", error)
+        await harness.until(
+            lambda status: status.state == "serving" and all(rank.fail_command is None for rank in harness.ranks)
+        )
+        assert (await harness.generate([7])).token_ids == continuation([7], 8)
+
+
+async def test_other_set_keeps_serving():
+    async with cluster(dp=2) as harness:
+        await harness.ranks[1].die()
+        status = await harness.until(lambda status: seat(status, 1).state == "lost")
+        assert status.state == "degraded" and seat(status, 0).state == "ready"
+        heard = await asyncio.gather(*(harness.generate([index]) for index in range(4)))
+        assert all(list(one.finished.route.ranks) == [0] for one in heard)
+        await harness.replace(1)
+        await harness.until(lambda status: status.state == "serving")
+        assert {
+            rank
+            for one in await asyncio.gather(*(harness.generate([i]) for i in range(4)))
+            for rank in one.finished.route.ranks
+        } == {0, 1}
+
+
+async def test_step_without_an_answer_is_noticed_by_its_deadline():
+    """The rank's event loop answers and claims progress; only the deadline of the step can tell."""
+    timings = replace(FAST, stall_floor_s=60.0, step_floor_s=0.2, step_margin_s=0.1)
+    async with cluster(timings=timings) as harness:
+        harness.ranks[0].gate.clear()
+        heard = await harness.generate([1])
+        assert isinstance(heard.error, errors.Unavailable) and "no result of a step" in heard.error.message
+
+
+async def test_i6_block_tables_that_differ_end_the_epoch():
+    async with cluster() as harness:
+        task = await in_decode(harness)
+        harness.ranks[0].count_wrong = True
+        heard = await task
+        assert isinstance(heard.error, errors.Unavailable) and "block tables" in heard.error.message
+        harness.ranks[0].count_wrong = False
+        await harness.until(lambda status: status.state == "serving")
+        assert (await harness.generate([7])).token_ids == continuation([7], 8)
