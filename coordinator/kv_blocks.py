@@ -79,14 +79,14 @@ class KvBlocks:
         if self._sequences.pop(request.handle).tables:
             raise RuntimeError(f"request {request.handle} is forgotten while it holds blocks")
 
-    def place(self, request: Request, room: Sequence[int]) -> Placement:
+    def place(self, request: Request) -> Placement:
         """Prefix hit and shard offset for a request that holds nothing; changes nothing.
 
-        room: [N] free blocks that nobody else counts on. A hit decides the offset; without one it is the roomiest.
+        A hit decides the offset; without one it is the roomiest.
         """
         length = request.num_known
         hit = self._cache.longest(self._chain(request, reusable_tokens(length, self._layout) // self._unit_tokens))
-        offset = hit.shard_offset if hit.units else roomiest_offset(self._layout, length, room)
+        offset = hit.shard_offset if hit.units else roomiest_offset(self._layout, length, self.free_blocks)
         needed = blocks_by_member(self._layout, length, offset)
         for member, block in (place for unit in hit.units for place in unit):
             needed[member] -= self._pools[member].is_held(block)

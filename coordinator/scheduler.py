@@ -198,30 +198,24 @@ class Scheduler:
     def _admit_waiting(self, budget: int, rows: list[Row], admissions: list[Admission]) -> None:
         """Gives seats to the front of the queue, as long as seats, budget and blocks for all known tokens are there.
 
-        Blocks are handed out chunk by chunk, but a request is admitted only if it fits as a whole beside what the running
-        ones still need for their known tokens; otherwise prefills would push one another out.
+        Blocks are handed out chunk by chunk, but a request gets in only if it fits as a whole; otherwise prefills would push
+        one another out. Budget is left only when every row so far reaches the end of its request's known tokens, so no
+        free block is meant for anybody else.
         """
-        if not self._waiting or budget == 0 or next(iter(self._waiting)) == self._stuck_head:
-            return
-        room = list(self._kv.free_blocks)
-        for request in self._running.values():
-            room = [have - need for have, need in zip(room, self._kv.missing(request, request.num_known), strict=True)]
         while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
             handle, request = next(iter(self._waiting.items()))
-            placement = self._kv.place(request, room)
-            room = [have - need for have, need in zip(room, placement.free_needed, strict=True)]
-            if min(room) < 0:
+            if handle == self._stuck_head:
+                return
+            placement = self._kv.place(request)
+            if not self._kv.has_room(placement.free_needed):
                 self._stuck_head = handle
                 return
             del self._waiting[handle]
             self._admit(request, placement)
-            admissions.append(
-                Admission(handle, request.sampling, placement.shard_offset, num_cached_tokens=placement.num_cached_tokens)
-            )
+            admissions.append(Admission(handle, request.sampling, placement.shard_offset, placement.num_cached_tokens))
             count = min(request.num_known - request.num_computed, budget)
             budget -= count
-            missing = self._kv.missing(request, request.num_computed + count)
-            self._kv.grow(request, missing)
+            self._kv.grow(request, self._kv.missing(request, request.num_computed + count))
             rows.append(self._row(request, count, self._kv.table_lengths(request)))
 
     def _admit(self, request: Request, placement: Placement) -> None:

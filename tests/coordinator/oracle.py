@@ -207,7 +207,8 @@ class Cluster:
         raise AssertionError(f"not done after {bound} steps")
 
     def check_idle(self) -> None:
-        """Nothing runs, nothing waits, every block is free."""
+        """Nothing runs, nothing waits, nothing is remembered, every block is free."""
+        assert not self.scheduler._kv._sequences
         assert (self.scheduler.running, self.scheduler.waiting) == (0, 0)
         assert self.scheduler.free_blocks == self.scheduler.total_blocks
 

@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
 
 from coordinator.kv_blocks import KvBlocks
 from coordinator.plan import Sampling
+from coordinator.prefix_cache import PrefixCache
 from coordinator.request import Request
 from cp_layout.interleave import Layout
 
@@ -28,7 +31,7 @@ class Blocks:
         self.handles += 1
         request = Request(self.handles, "r", list(prompt), Sampling(), salt)
         self.kv.open(request)
-        placement = self.kv.place(request, self.kv.free_blocks)
+        placement = self.kv.place(request)
         before = self.kv.free_blocks
         request.shard_offset, request.num_computed = placement.shard_offset, placement.num_cached_tokens
         self.kv.admit(request, placement)
@@ -59,7 +62,7 @@ def _opened(blocks: Blocks, prompt: list[int]) -> Request:
 
 def _would_hit(blocks: Blocks, prompt: list[int]) -> int:
     request = _opened(blocks, prompt)
-    hit = blocks.kv.place(request, blocks.kv.free_blocks).num_cached_tokens
+    hit = blocks.kv.place(request).num_cached_tokens
     blocks.kv.close(request)
     return hit
 
@@ -129,15 +132,27 @@ def test_f5_a_block_lost_on_one_member_ends_the_hit_for_all(layout, member):
     prompt = list(range(3 * v))
     owner, _ = blocks.start(prompt)
     blocks.stop(owner)
-    pool_free = blocks.kv.free_blocks
     thief = _opened(blocks, [9])
-    placement = blocks.kv.place(thief, tuple(free if m == member else 0 for m, free in enumerate(pool_free)))
-    thief.shard_offset = placement.shard_offset
-    blocks.kv.admit(thief, placement)
-    assert layout.member_of(0, thief.shard_offset) == member
+    thief.shard_offset = member
+    blocks.kv.admit(thief, replace(blocks.kv.place(thief), shard_offset=member))
     assert _would_hit(blocks, [*prompt, 1]) == 3 * v
     blocks.kv.grow(thief, blocks.kv.missing(thief, 1))
     assert _would_hit(blocks, [*prompt, 1]) == 2 * v
+
+
+def test_units_that_came_from_the_cache_are_not_offered_to_it_again(monkeypatch):
+    blocks = Blocks(Layout(1, 4, 4), blocks=200)
+    blocks.hit(list(range(400)))
+    offered = []
+    insert = PrefixCache.insert
+
+    def counted(cache, digest, *unit):
+        offered.append(digest)
+        return insert(cache, digest, *unit)
+
+    monkeypatch.setattr(PrefixCache, "insert", counted)
+    assert blocks.hit([*range(400), 1, 2, 3, 4]) == 400
+    assert len(offered) == 1
 
 
 def test_a_request_cannot_be_forgotten_while_it_holds_blocks():

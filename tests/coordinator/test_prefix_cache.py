@@ -60,6 +60,7 @@ def test_f5_a_unit_is_valid_only_with_all_its_blocks():
     cache.insert(B, 1, ((0, 7), (1, 8), (2, 9)))
     assert sorted(cache.forget((1, 8))) == [(0, 7), (2, 9)]
     assert cache.longest([A, B]) == Hit(1, (((0, 4), (1, 5), (2, 6)),))
+    cache.insert(B, 1, ((0, 1), (1, 2), (2, 3)))
     with pytest.raises(KeyError):
         cache.forget((0, 7))
 

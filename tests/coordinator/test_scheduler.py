@@ -194,9 +194,10 @@ def test_a_failed_row_ends_its_own_request_only_and_is_not_cached():
 def test_failing_all_ends_everything_and_forgets_blocks_and_prefixes():
     cluster = Cluster(ONE, 10, max_num_seqs=2)
     done = cluster.add([1] * 9, 1)
-    cluster.drain()
+    cluster.step()
     requests = [cluster.add([i] * 9, 4) for i in range(3)]
     late = cluster.dispatch()
+    assert late.released == (done.handle,)
     cluster.scheduler.abort(requests[1].handle)
     assert cluster.scheduler.fail_all("rank 1 was lost") == [r.handle for r in requests]
     assert [r.finish_reason for r in requests] == ["error", "abort", "error"]
@@ -211,6 +212,23 @@ def test_failing_all_ends_everything_and_forgets_blocks_and_prefixes():
     cluster.drain()
     assert again.num_cached_tokens == 0
     cluster.check_output(again)
+
+
+def test_releases_that_the_ranks_never_heard_of_are_forgotten_with_a_lost_rank():
+    cluster = Cluster(ONE, 10)
+    cluster.add([1], 1)
+    cluster.step()
+    cluster.scheduler.fail_all("rank 1 was lost")
+    assert cluster.scheduler.schedule() is None
+
+
+def test_a_stop_token_before_min_tokens_ends_nothing():
+    """A rank that did not mask it has made a mistake, but the request asked for more tokens."""
+    cluster = Cluster(ONE, 10)
+    request = cluster.add([1], 9, stop_token_ids=(5,), min_tokens=2)
+    for ends in (None, None, "stop"):
+        (progress,) = cluster.scheduler.commit(cluster.scheduler.schedule(), {request.handle: 5})
+        assert (progress.new_token, progress.finished) == (5, ends)
 
 
 def test_decode_rows_do_not_grow_with_the_context():

@@ -32,11 +32,27 @@ def test_e2_the_youngest_gives_way_and_is_the_first_to_come_back():
     while requests[2].state is State.RUNNING:
         cluster.step()
     step = cluster.steps[-1]
-    assert (step.released, step.admitted) == ((3,), ()), "a step that preempts admits nobody"
+    assert step.released == (3,)
+    assert requests[2].num_computed == 0
     assert [row.handle for row in step.rows] == [1, 2]
     cluster.drain()
     order = [admission.handle for step in cluster.steps for admission in step.admitted]
     assert order.index(4) > len(order) - 1 - order[::-1].index(3), "the queue is still in order of arrival"
+
+
+def test_a_step_that_preempts_admits_nobody():
+    """The young request has to leave member 0, and there is room for it on member 1, where it goes one step later."""
+    cluster = Cluster(Layout(2, 4, 4), 2)
+    old, young = cluster.add([1] * 8, 3), cluster.add([2], 4)
+    cluster.step()
+    assert young.shard_offset == 0
+    step = cluster.step()
+    assert (step.released, step.admitted) == ((young.handle,), ())
+    step = cluster.step()
+    assert [(a.handle, a.shard_offset) for a in step.admitted] == [(young.handle, 1)]
+    cluster.drain()
+    cluster.check_output(old)
+    cluster.check_output(young)
 
 
 def test_e2_a_resumed_request_draws_with_its_next_output_index():
@@ -162,10 +178,10 @@ def test_unknown_and_ended_handles_are_nothing_to_abort():
     assert (request.finish_reason, cluster.scheduler.schedule()) == ("length", None)
 
 
-def test_a_request_is_admitted_only_if_all_its_tokens_fit_beside_the_running_ones():
-    """Chunk by chunk both prompts would start, and then push one another out."""
-    cluster = Cluster(ONE, 10, max_num_batched_tokens=4)
-    requests = [cluster.add([i] * 24, 1) for i in range(2)]
+def test_a_request_is_admitted_only_if_all_its_tokens_fit():
+    """Its first chunk alone would fit, and be thrown away when the older request grows."""
+    cluster = Cluster(ONE, 10, max_num_batched_tokens=6)
+    requests = [cluster.add([1] * 23, 10), cluster.add([2] * 20, 1)]
     cluster.drain()
     assert [r.num_preemptions for r in requests] == [0, 0]
 
@@ -174,9 +190,9 @@ def test_a_queue_that_is_stuck_is_not_looked_at_again_until_blocks_come_back(mon
     looks = []
     place = KvBlocks.place
 
-    def counted(blocks, request, room):
+    def counted(blocks, request):
         looks.append(request.handle)
-        return place(blocks, request, room)
+        return place(blocks, request)
 
     monkeypatch.setattr(KvBlocks, "place", counted)
     cluster = Cluster(ONE, 10)
