@@ -224,17 +224,15 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         for admitted in plan.admitted:
             if admitted.handle in self.sequences:
                 raise Refused(f"admitted {admitted.handle} twice")
-            self.sequences[admitted.handle] = Held(
-                admitted.shard_offset, admitted.sampling.top_logprobs, [[] for _ in range(self._layout.num_shards)]
-            )
+            tables: list[list[int]] = [[] for _ in range(self._layout.num_shards)]
+            self.sequences[admitted.handle] = Held(admitted.shard_offset, admitted.sampling.top_logprobs, tables)
             cached[admitted.handle] = admitted.num_cached_tokens
         for row in plan.rows:
             self._row(row, cached.get(row.handle, 0), response.step)
         response.step.ticket = plan.ticket
         member = self._grid.dcp_member(self.rank)
-        response.step.blocks_in_use = self.count_wrong + sum(
-            len(sequence.tables[member]) for sequence in self.sequences.values()
-        )
+        entries = sum(len(held.tables[member]) for held in self.sequences.values())
+        response.step.blocks_in_use = entries + self.count_wrong
         self.steps.append(plan)
         self.step_epochs.append(request.epoch)
 

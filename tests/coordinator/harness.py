@@ -19,9 +19,9 @@ from tests.coordinator.fake_rank import EOS, MODEL_HASH, VOCAB, FakeRank
 DEADLINE_S = 10.0
 FAST = Timings(
     poll_interval_s=0.02,
-    poll_deadline_s=0.3,
-    stall_floor_s=0.3,
-    step_floor_s=1.0,
+    poll_deadline_s=1.0,
+    stall_floor_s=1.0,
+    step_floor_s=3.0,
     step_margin_s=0.2,
     configure_s=5.0,
     command_s=2.0,

@@ -44,7 +44,7 @@ async def test_configured_pool_size_is_taken():
 def test_pool_size_laws():
     config = cluster_config(kv_cache_tokens_per_rank=44)
     assert pool_blocks(config, {0: 11, 1: 30}) == 11
-    with pytest.raises(errors.ConfigRefused, match="rank 1: room for 10 KV blocks of 4 tokens, .* 44 needs 11"):
+    with pytest.raises(errors.ConfigRefused, match=r"rank 1: room for 10 KV blocks of 4 tokens, .* 44 needs 11"):
         pool_blocks(config, {0: 30, 1: 10})
     assert pool_blocks(cluster_config(), {0: 30, 1: 10}) == 10
     with pytest.raises(errors.ConfigRefused, match="rank 0: no room"):

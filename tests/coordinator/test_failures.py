@@ -44,7 +44,7 @@ async def test_k8_l1_lost_rank_ends_requests_and_comes_back(how):
             victim.gate.clear()
         await assert_lost(task)
         await assert_lost(queued)
-        assert time.monotonic() - started < 2
+        assert time.monotonic() - started < (2 if how == "killed" else 5)
         status = await harness.status()
         assert status.state == "degraded"
         assert seat(status, 1).state == "lost" and seat(status, 1).fenced_reason
@@ -93,10 +93,7 @@ async def test_h19_step_error_ends_requests_with_its_cause_and_serves_again_at_o
         assert isinstance(heard.error, errors.Unavailable)
         assert "rank 1: COLLECTIVE_FAILED: dcp:0 timed out" in heard.error.message
         await harness.until(lambda status: status.state == "serving")
-        assert all(
-            rank.instance == link
-            for rank, link in zip(harness.ranks, [seat.last_instance for seat in harness.home.seats.values()], strict=True)
-        )
+        assert all(rank.commands.count("configure") == 1 for rank in harness.ranks), "nobody was replaced"
         assert (await harness.generate([7])).token_ids == continuation([7], 8)
         await harness.until_idle()
 
@@ -107,9 +104,7 @@ async def test_groups_that_do_not_open_are_tried_again():
         harness.ranks[0].fail_command = ("step", error)
         assert (await harness.generate([1])).error is not None
         harness.ranks[0].fail_command = ("open_group", error)
-        await harness.until(
-            lambda status: status.state == "serving" and all(rank.fail_command is None for rank in harness.ranks)
-        )
+        await harness.until(lambda status: status.state == "serving" and harness.ranks[0].fail_command is None)
         assert (await harness.generate([7])).token_ids == continuation([7], 8)
 
 
@@ -122,11 +117,8 @@ async def test_other_set_keeps_serving():
         assert all(list(one.finished.route.ranks) == [0] for one in heard)
         await harness.replace(1)
         await harness.until(lambda status: status.state == "serving")
-        assert {
-            rank
-            for one in await asyncio.gather(*(harness.generate([i]) for i in range(4)))
-            for rank in one.finished.route.ranks
-        } == {0, 1}
+        heard = await asyncio.gather(*(harness.generate([index]) for index in range(4)))
+        assert {tuple(one.finished.route.ranks) for one in heard} == {(0,), (1,)}
 
 
 async def test_step_without_an_answer_is_noticed_by_its_deadline():

@@ -1,0 +1,123 @@
+"""What the step loop sends and measures."""
+
+import asyncio
+
+import pytest
+
+from coordinator.plan import Sampling
+from coordinator.predict import StepPredictor, prior_seconds_per_token
+from coordinator.request import Request
+from coordinator.scheduler import Scheduler, SchedulerConfig
+from coordinator.step_times import StepMeter
+from coordinator.text_rows import LiveRequest, TextRow, to_text
+from coordinator.wire_plan import to_step_plan
+from cp_layout.interleave import Layout
+from tests.coordinator.fake_rank import continuation
+from tests.coordinator.harness import SHAPE, FakeDetokenizer, cluster
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_decode_plan_does_not_grow_with_the_context(shards):
+    """Between 512 and 8192 tokens only the varint of the position may grow, by one byte."""
+    sizes = {}
+    for context in (512, 8192):
+        scheduler = Scheduler(SchedulerConfig(4, 16384, 4), Layout(shards, 16, 16), 1024, b"identity")
+        sampling = Sampling(temperature=0.0, max_tokens=64)
+        scheduler.add(Request(handle=1, request_id="r", prompt=[7] * context, sampling=sampling, salt=b""))
+        plans = []
+        for _ in range(8):
+            step = scheduler.schedule()
+            plans.append(to_step_plan(step, ticket=100, timeout_ms=10_000))
+            scheduler.commit(step, {1: 9})
+        decode = [plan for plan in plans[2:] if not plan.rows[0].new_block_ids]
+        sizes[context] = max(plan.ByteSize() for plan in decode)
+    assert sizes[8192] <= sizes[512] + 1
+    assert sizes[512] < 64
+
+
+async def test_status_reports_steps_and_their_cost():
+    async with cluster(pcp=2, dcp=2) as harness:
+        await harness.generate([1, 2, 3], max_tokens=20)
+        times = (await harness.status()).step_times
+        assert times.steps >= 20
+        assert times.step_ms >= times.rank_ms > 0
+        assert times.overhead_ms > 0
+        assert 0 < times.last_plan_bytes < 64
+
+
+async def test_all_ranks_get_the_same_plans_and_tickets_grow():
+    async with cluster(pcp=2, dcp=2) as harness:
+        await harness.generate(list(range(30)), max_tokens=5)
+        await harness.until_idle()
+        first, second = (rank.steps for rank in harness.ranks)
+        assert first == second
+        assert [plan.ticket for plan in first] == list(range(1, len(first) + 1))
+        assert all(plan.timeout_ms >= 1000 for plan in first)
+
+
+async def test_e2_preemption_leaves_no_gap_and_no_repeat():
+    async with cluster(kv_cache_tokens_per_rank=48, max_num_seqs=4) as harness:
+        prompts = [[index] * 10 for index in range(4)]
+        heard = await asyncio.gather(*(harness.generate(prompt, max_tokens=30) for prompt in prompts))
+        for prompt, one in zip(prompts, heard, strict=True):
+            assert one.token_ids == continuation(prompt, 30)
+        assert (await harness.status()).prefix_cache.preemptions > 0
+        assert sum(one.finished.recomputed_tokens for one in heard) > 0
+        await harness.until_idle()
+
+
+def test_predictor_starts_slow_and_learns():
+    predictor = StepPredictor(per_token_s=0.1)
+    assert predictor.predict(100) == pytest.approx(10)
+    predictor.observe(100, 1.0)
+    assert predictor.predict(100) == pytest.approx(1.0)
+    predictor.observe(1, 0.5)
+    assert predictor.predict(1) == pytest.approx(0.11)
+    for _ in range(100):
+        predictor.observe(1, 0.5)
+    assert predictor.predict(1) == pytest.approx(0.51)
+
+
+def test_prior_counts_the_parameters_of_a_rank():
+    layer = 8 * (2 * 8 + 2 * 4 + 3 * 16)
+    parameters = 2 * layer + 96 * 8
+    assert prior_seconds_per_token(SHAPE, tp=1) == pytest.approx(2 * parameters / 5e9)
+    assert prior_seconds_per_token(SHAPE, tp=2) == pytest.approx(parameters / 5e9)
+
+
+def test_meter_reports_medians_and_merges():
+    first, second = StepMeter(), StepMeter()
+    assert first.report().steps == 0
+    first.record(0.010, 0.008, 40)
+    first.record(0.012, 0.008, 30)
+    second.record(0.020, 0.008, 35)
+    report = StepMeter.merged([first, second]).report()
+    assert (report.steps, report.last_plan_bytes) == (3, 35)
+    assert (report.step_ms, report.rank_ms, report.overhead_ms) == pytest.approx((12, 8, 4))
+
+
+def live(stop: tuple[str, ...] = ()) -> LiveRequest:
+    request = Request(handle=1, request_id="r", prompt=[1], sampling=Sampling(), salt=b"")
+    return LiveRequest(request, FakeDetokenizer(stop))
+
+
+def test_token_after_a_stop_string_is_dropped():
+    request = live(("bc",))
+    rows = [TextRow(request, token) for token in (0, 1, 2, 3)]
+    results = [result for row in rows for result in to_text([row])]
+    assert [(result.text, result.finished) for result in results] == [("a", None), ("", None), ("", "stop")]
+
+
+def test_held_text_comes_with_the_end():
+    request = live(("bcd",))
+    assert to_text([TextRow(request, 1)])[0].text == ""
+    (last,) = to_text([TextRow(request, 2, finished="length")])
+    assert (last.text, last.finished, last.token_ids) == ("bc", "length", (2,))
+
+
+def test_failing_row_leaves_the_others_alone():
+    broken, fine = live(("?",)), live()
+    results = to_text([TextRow(broken, 0), TextRow(fine, 0)])
+    assert [result.finished for result in results] == ["error", None]
+    assert "RuntimeError" in results[0].error
+    assert to_text([TextRow(broken, 1)]) == []

@@ -1,0 +1,100 @@
+"""The coordinator as a process: what it imports, prints and exits with."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coordinator.__main__ import build_parser
+
+ROOT = Path(__file__).resolve().parents[2]
+DEADLINE_S = 30
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "coordinator", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def refusal(*arguments: str) -> tuple[int, str, str]:
+    process = start(*arguments)
+    try:
+        out, err = process.communicate(timeout=DEADLINE_S)
+    finally:
+        process.kill()
+    return process.returncode, out, err.strip().splitlines()[-1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> str:
+    from tests.tiny_models import build_tiny_llama
+
+    return str(build_tiny_llama(tmp_path_factory.mktemp("model")))
+
+
+def test_it_never_imports_torch():
+    strangers = {"torch", "transformers", "cp_client", "rank_server"}
+    code = f"import sys, coordinator.__main__; sys.exit(bool({strangers} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=DEADLINE_S).returncode == 0
+
+
+def test_flags_of_the_process():
+    args = build_parser().parse_args(["--model", "m", "--start-timeout", "3", "--drain-timeout", "0", "-pcp", "2", "-dcp", "2"])
+    assert (args.start_timeout, args.drain_timeout, args.pcp, args.dcp, args.port) == (3, 0, 2, 2, 0)
+
+
+@pytest.mark.cluster
+def test_wrong_model_path_is_refused():
+    status, out, last = refusal("--model", "/nowhere/at/all")
+    assert (status, out) == (2, "")
+    assert last.startswith("fatal: ")
+
+
+@pytest.mark.cluster
+def test_broken_law_is_refused_before_it_listens(model):
+    status, out, last = refusal("--model", model, "-tp", "3")
+    assert (status, out) == (2, "")
+    assert last.startswith("fatal: ") and "tp 3" in last
+
+
+@pytest.mark.cluster
+def test_port_in_use_is_one_clear_line(model):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        status, out, last = refusal("--model", model, "--port", str(port))
+    assert status == 1 and out == ""
+    assert last.startswith("fatal: ") and str(port) in last
+
+
+@pytest.mark.cluster
+def test_start_deadline_ends_the_process(model):
+    status, out, last = refusal("--model", model, "--start-timeout", "1")
+    assert status == 1
+    assert out.startswith("listening grpc=127.0.0.1:")
+    assert last == "fatal: not ready after 1 s: rank 0 is absent"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("how", ["SIGTERM", "stdin"])
+def test_m2_it_ends_by_signal_and_with_its_launcher(model, how):
+    process = start("--model", model, "--exit-with-stdin")
+    try:
+        assert process.stdout is not None and process.stdin is not None
+        assert process.stdout.readline().startswith("listening grpc=127.0.0.1:")
+        if how == "SIGTERM":
+            process.send_signal(signal.SIGTERM)
+        else:
+            process.stdin.close()
+        assert process.wait(DEADLINE_S) == 0
+    finally:
+        process.kill()
+        process.wait()
