@@ -31,7 +31,8 @@ def max_kv_blocks(config: common_pb2.ClusterConfig, bytes_per_block: int, availa
         asked = f"{wanted} bytes"
     if blocks < 1:
         raise PoolRefused(
-            f"a KV pool of {asked} holds no block of {config.block_size} tokens ({bytes_per_block} bytes); enlarge it or shrink the block"
+            f"a KV pool of {asked} holds no block of {config.block_size} tokens ({bytes_per_block} bytes): "
+            "enlarge it or shrink the block"
         )
     if blocks * bytes_per_block > share:
         raise PoolRefused(

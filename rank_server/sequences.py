@@ -57,7 +57,8 @@ class Sequence:
         needed = layout.blocks_needed(self.shard, length)
         if needed > self.num_blocks:
             raise PlanRefused(
-                f"request {self.handle}: {length} tokens need {needed} blocks on shard {self.shard}, its table has {self.num_blocks}"
+                f"request {self.handle}: {length} tokens need {needed} blocks on shard {self.shard}, "
+                f"its table has {self.num_blocks}"
             )
 
 
