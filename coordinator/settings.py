@@ -1,6 +1,5 @@
 """The effective configuration: what was asked for, completed and adjusted once, from what the model says."""
 
-from coordinator.timings import Timings
 from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
 from cp_layout.laws import check_config
@@ -14,8 +13,6 @@ MAX_WAITING = 1024
 """Requests that may queue in one scheduling set."""
 
 AUTO_COLLECTIVES = "gloo"
-
-__all__ = ["MAX_WAITING", "Timings", "effective_config", "grid_of", "layout_of"]
 
 
 def grid_of(config: common_pb2.ClusterConfig) -> Grid:

@@ -42,9 +42,12 @@ class TextWorker:
         delivered: asyncio.Future[None] = loop.create_future()
 
         def arrive(results: list[TextResult]) -> None:
-            deliver(results)
-            if not delivered.done():
-                delivered.set_result(None)
+            try:
+                deliver(results)
+            finally:
+                # Whoever waits for room in the backlog must not hang on a fault in the delivery.
+                if not delivered.done():
+                    delivered.set_result(None)
 
         def work() -> None:
             results = to_text(rows)

@@ -5,6 +5,9 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
+from grpc_health.v1.health_pb2 import HealthCheckRequest
+from grpc_health.v1.health_pb2_grpc import HealthStub
+
 from coordinator.app import Coordinator, Options
 from coordinator.detokenizer import Emission
 from coordinator.stop_strings import StopStrings
@@ -125,6 +128,7 @@ class Harness:
         self.coordinator, self.address, self.ranks = coordinator, address, ranks
         self.inference = coordinator_pb2_grpc.InferenceServiceStub(channel)
         self.control = coordinator_pb2_grpc.ControlServiceStub(channel)
+        self._health = HealthStub(channel)
 
     @property
     def home(self):
@@ -144,6 +148,10 @@ class Harness:
 
     async def status(self) -> coordinator_pb2.GetStatusResponse:
         return await self.control.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=DEADLINE_S)
+
+    async def health(self) -> int:
+        """What grpc.health.v1 answers for the process."""
+        return (await self._health.Check(HealthCheckRequest(), timeout=DEADLINE_S)).status
 
     async def until(self, condition) -> coordinator_pb2.GetStatusResponse:
         """Reads the status stream until condition(status)."""

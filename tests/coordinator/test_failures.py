@@ -5,6 +5,7 @@ import time
 from dataclasses import replace
 
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from cp_wire import errors
 from cp_wire.pb import rank_pb2
@@ -62,6 +63,23 @@ async def test_k8_l1_lost_rank_ends_requests_and_comes_back(how):
         assert again.finished.cached_tokens == 0, "the prefix cache of the old epoch is gone"
         assert set(fresh.step_epochs) == {harness.home.epoch}
         await harness.until_idle()
+
+
+async def test_l1_health_follows_the_sets():
+    async with cluster(ranks=[], wait=False) as harness:
+        assert await harness.health() == HealthCheckResponse.NOT_SERVING
+        harness.ranks.append(FakeRank(0))
+        await harness.ranks[0].start(harness.address)
+        await harness.until(lambda status: status.state == "serving")
+        assert await harness.health() == HealthCheckResponse.SERVING
+        await harness.ranks[0].die()
+        await harness.until(lambda status: status.state == "degraded")
+        assert await harness.health() == HealthCheckResponse.NOT_SERVING
+        await harness.replace(0)
+        await harness.until(lambda status: status.state == "serving")
+        assert await harness.health() == HealthCheckResponse.SERVING
+        await harness.coordinator.drain(1)
+        assert await harness.health() == HealthCheckResponse.NOT_SERVING
 
 
 async def test_survivor_gets_reset_and_new_groups_not_new_weights():
