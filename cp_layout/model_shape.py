@@ -10,8 +10,47 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
 
 
 @dataclass(frozen=True, slots=True)
+class LinearRope:
+    """Positions divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Rope:
+    """Slow rotations divided by `factor`, fast ones kept, those between blended.
+
+    A rotation is slow when its wavelength exceeds original_max_position / low_freq_factor tokens, fast when it is below
+    original_max_position / high_freq_factor.
+    """
+
+    factor: float
+    original_max_position: int
+    low_freq_factor: float
+    high_freq_factor: float
+
+
+@dataclass(frozen=True, slots=True)
+class YarnRope:
+    """Rotations slower than `beta_slow` turns in the original context divided by `factor`, those faster than `beta_fast`
+    turns kept, a ramp over the dimensions between; cos and sin are multiplied by `attention_factor`."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float
+    beta_slow: float
+    attention_factor: float
+    truncate: bool
+    """Whether the ramp begins and ends at whole dimensions."""
+
+
+RopeScaling = LinearRope | Llama3Rope | YarnRope
+"""How rotary frequencies are stretched beyond the context of the first training."""
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A decoder with grouped-query attention, rotary positions and a gated FFN (Llama family)."""
+    """A decoder with grouped-query attention, rotary positions and a gated FFN: Llama and its relatives."""
 
     architecture: str
     num_layers: int
@@ -27,6 +66,12 @@ class ModelShape:
     tie_embeddings: bool
     dtype: str
     """Checkpoint's dtype, one of DTYPE_BYTES; bfloat16 for GGUF."""
+    rope_scaling: RopeScaling | None = None
+    """None: plain rotary positions."""
+    qkv_bias: bool = False
+    """Whether the query, key and value projections add a bias."""
+    qk_norm: bool = False
+    """Whether every query and key head is RMS-normalised over its dimensions before it is rotated."""
 
     def kv_bytes_per_token(self, tp: int, dtype: str) -> int:
         """Bytes of K and V that one rank stores per token it owns, over all layers: 2·layers·heads(rank)·head_dim·e.

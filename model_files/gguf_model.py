@@ -1,6 +1,7 @@
-"""A GGUF file of the Llama family, seen under Hugging Face names and row order."""
+"""A GGUF file, seen under Hugging Face names and row order."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,10 +13,12 @@ from tokenizers import Tokenizer
 
 from cp_layout.model_shape import ModelShape
 from model_files.errors import ModelRefused
+from model_files.families import FAMILIES, GGUF_FAMILIES
 from model_files.fields import Fields
 from model_files.gguf_header import GgufHeader, read_gguf_header
 from model_files.gguf_tokenizer import adds_bos, build_tokenizer
-from model_files.hf_config import ARCHITECTURE, head_dim_of
+from model_files.hf_config import head_dim_of
+from model_files.hf_rope import DEFAULT_THETA
 from model_files.model import ModelFiles
 from model_files.tensors import TensorInfo, select_tensors
 
@@ -29,14 +32,30 @@ _LAYER_NAMES = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.weight")
+_LAYER = re.compile(r"blk\.(\d+)\.([a-z_]+)\.(weight|bias)")
 _ROTATED = (".q_proj.weight", ".k_proj.weight")
+_ONLY: Mapping[str, tuple[object, ...]] = {
+    "expert_count": (0,),
+    "rope.scaling.type": ("none",),
+    "rope.scaling.factor": (0, 1),
+    "rope.scaling.attn_factor": (1,),
+    "rope.scale_linear": (1,),
+    "attention.sliding_window": (0,),
+    "attention.clamp_kqv": (0,),
+    "attention.scale": (),
+    "attn_logit_softcapping": (0,),
+    "final_logit_softcapping": (0,),
+}
+"""Setting of the architecture → the values that leave the mathematics as it is computed here."""
+
 _STOP_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 
@@ -75,7 +94,7 @@ class GgufModel(ModelFiles):
         tensor = self._checked_rows(name, start, stop)
         if len(tensor.shape) == 1:
             return self._dequantised(tensor.source_name, 0, 1)[0, start:stop].copy()
-        if not name.endswith(_ROTATED):
+        if not (FAMILIES[self.shape.architecture].gguf_pairs_rows and name.endswith(_ROTATED)):
             return self._dequantised(tensor.source_name, start, stop)
         head_dim = self.shape.head_dim
         first, last = start // head_dim, -(-stop // head_dim)
@@ -93,7 +112,7 @@ class GgufModel(ModelFiles):
 
 
 def rotate_half_order(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Undo the row order that GGUF keeps for Llama's q and k: whole heads, [heads·head_dim, columns] → the same shape.
+    """Undo the row order that GGUF keeps for q and k of some families: whole heads, [heads·head_dim, columns] → the same shape.
 
     GGUF puts the two numbers of a rotary pair side by side (rows 2i and 2i + 1 of a head); Hugging Face keeps them half
     a head apart (rows i and i + head_dim/2).
@@ -129,47 +148,49 @@ def open_gguf(path: Path) -> GgufModel:
 
 
 def _shape(header: GgufHeader) -> ModelShape:
-    path, fields = header.path, Fields(header.values, header.path)
-    architecture = fields.get("general.architecture")
-    if architecture != "llama":
-        raise ModelRefused(f"{path}: architecture {architecture!r} is not supported, only 'llama'")
-    fields.only("llama.expert_count", 0)
-    fields.only("llama.rope.scaling.type", "none")
-    fields.only("llama.rope.scaling.factor", 0, 1)
-    fields.only("llama.attention.sliding_window", 0)
-    fields.only("llama.rope.scale_linear", 1)
+    path, general = header.path, Fields(header.values, header.path)
+    named = general.get("general.architecture")
+    if named not in GGUF_FAMILIES:
+        raise ModelRefused(f"{path}: architecture {named!r} is not supported, only {', '.join(GGUF_FAMILIES)}")
+    family = GGUF_FAMILIES[named]
+    own = {key.removeprefix(f"{named}."): value for key, value in header.values.items() if key.startswith(f"{named}.")}
+    fields = Fields(own, path, f"{named}.")
+    for setting, harmless in _ONLY.items():
+        fields.only(setting, *harmless)
     if "rope_freqs.weight" in header.tensors:
         raise ModelRefused(f"{path}: tensor rope_freqs.weight scales the rotary positions, which is not supported")
-    hidden, heads = fields.count("llama.embedding_length"), fields.count("llama.attention.head_count")
-    kv_heads = fields.count("llama.attention.head_count_kv", heads)
-    head_dim = head_dim_of(hidden, heads, kv_heads, fields.get("llama.attention.key_length"), path)
-    fields.only("llama.attention.value_length", head_dim)
-    fields.only("llama.rope.dimension_count", head_dim)
+    hidden, heads = fields.count("embedding_length"), fields.count("attention.head_count")
+    kv_heads = fields.count("attention.head_count_kv", heads)
+    head_dim = head_dim_of(hidden, heads, kv_heads, fields.get("attention.key_length"), path)
+    fields.only("attention.value_length", head_dim)
+    fields.only("rope.dimension_count", head_dim)
     embedding = header.tensors.get("token_embd.weight")
     return ModelShape(
-        architecture=ARCHITECTURE,
-        num_layers=fields.count("llama.block_count"),
+        architecture=family.architecture,
+        num_layers=fields.count("block_count"),
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        intermediate_size=fields.count("llama.feed_forward_length"),
-        vocab_size=fields.count("llama.vocab_size", embedding.shape[0] if embedding else None),
-        max_position=fields.count("llama.context_length"),
-        rms_norm_eps=fields.real("llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.real("llama.rope.freq_base", 10000.0),
+        intermediate_size=fields.count("feed_forward_length"),
+        vocab_size=fields.count("vocab_size", embedding.shape[0] if embedding else None),
+        max_position=fields.count("context_length"),
+        rms_norm_eps=fields.real("attention.layer_norm_rms_epsilon"),
+        rope_theta=fields.real("rope.freq_base", DEFAULT_THETA),
         tie_embeddings="output.weight" not in header.tensors,
         dtype="bfloat16",
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
     )
 
 
 def _canonical(source_name: str, path: Path) -> str:
     layer = _LAYER.fullmatch(source_name)
     if layer and layer[2] in _LAYER_NAMES:
-        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.weight"
+        return f"model.layers.{layer[1]}.{_LAYER_NAMES[layer[2]]}.{layer[3]}"
     if source_name in _WHOLE_NAMES:
         return _WHOLE_NAMES[source_name]
-    raise ModelRefused(f"{path}: tensor {source_name} is not part of a supported Llama model")
+    raise ModelRefused(f"{path}: tensor {source_name} is not part of a model of any supported family")
 
 
 def _can_dequantise(kind: GGMLQuantizationType) -> bool:

@@ -1,8 +1,8 @@
-"""Tokenizers from GGUF metadata: byte-level BPE of the kinds that Llama-family files carry."""
+"""Tokenizers from GGUF metadata: byte-level BPE, with the cuts that each family of files makes before it."""
 
 from dataclasses import dataclass
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from model_files.errors import ModelRefused
 from model_files.gguf_header import GgufHeader
@@ -10,10 +10,11 @@ from model_files.gguf_header import GgufHeader
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 """Token types of the metadata that are matched as a whole; the rest belong to the BPE vocabulary alone."""
 
-_THREE_DIGIT_WORDS = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|%s"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+"""Contractions, words, digits as the family groups them, punctuation, white space."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class _Family:
     """How one `tokenizer.ggml.pre` cuts text before BPE."""
 
     steps: tuple[pre_tokenizers.PreTokenizer, ...]
+    composes: bool = False
+    """Text is brought into Unicode's composed form (NFC) first."""
     whole_words_first: bool = False
     """A word that is in the vocabulary is one token, whatever the merges say."""
     adds_bos: bool = False
@@ -29,12 +32,14 @@ class _Family:
 
 def _families() -> dict[str, _Family]:
     words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    split = pre_tokenizers.Split(Regex(_THREE_DIGIT_WORDS), behavior="isolated")
+    threes = pre_tokenizers.Split(Regex(_WORDS % r"\p{N}{1,3}"), behavior="isolated")
+    digits = pre_tokenizers.Split(Regex(_WORDS % r"\p{N}"), behavior="isolated")
     bytes_only = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return {
         "gpt-2": _Family((words,)),
         "smollm": _Family((pre_tokenizers.Digits(individual_digits=True), words)),
-        "llama-bpe": _Family((split, bytes_only), whole_words_first=True, adds_bos=True),
+        "llama-bpe": _Family((threes, bytes_only), whole_words_first=True, adds_bos=True),
+        "qwen2": _Family((digits, bytes_only), composes=True),
     }
 
 
@@ -71,6 +76,8 @@ def build_tokenizer(header: GgufHeader, vocab_size: int) -> Tokenizer:
         tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=family.whole_words_first))
     except Exception as error:  # the library raises bare Exception for merges outside the vocabulary
         raise ModelRefused(f"{header.path}: the tokenizer's merges do not fit its vocabulary ({error})") from error
+    if family.composes:
+        tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(list(family.steps))
     tokenizer.decoder = decoders.ByteLevel()
     typed = list(zip(tokens, types, strict=True))

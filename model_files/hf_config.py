@@ -5,31 +5,39 @@ from typing import Any
 
 from cp_layout.model_shape import DTYPE_BYTES, ModelShape
 from model_files.errors import ModelRefused
+from model_files.families import FAMILIES, Family
 from model_files.fields import Fields
+from model_files.hf_rope import rope_from_config
 
-ARCHITECTURE = "LlamaForCausalLM"
+_NEVER = (
+    "quantization_config",
+    "auto_map",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "attention_chunk_size",
+    "clip_qkv",
+)
+"""Settings that no supported family computes."""
 
 
 def shape_from_config(config: dict[str, Any], origin: Path, stored_dtype: str | None) -> ModelShape:
-    """The shape that config.json describes; absent settings take the defaults that the Llama configuration documents.
+    """The shape that config.json describes; absent settings take the defaults that the family's configuration documents.
 
     `stored_dtype` stands in where the configuration names no dtype. `ModelRefused` names the setting that is missing,
     out of bounds or not supported.
     """
     fields = Fields(config, origin)
-    _refuse_other_architectures(fields, origin)
-    for name in ("sliding_window", "quantization_config", "auto_map"):
-        fields.only(name)
-    for name in ("attention_bias", "mlp_bias"):
-        fields.only(name, False)
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
-        fields.only(name, 0)
-    fields.only("hidden_act", "silu")
+    family = _family(fields, origin)
+    _refuse_other_mathematics(fields, family, origin)
+    for name in family.must_state:
+        fields.count(name)
     heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
     kv_heads = fields.count("num_key_value_heads", heads)
     head_dim = head_dim_of(hidden, heads, kv_heads, fields.get("head_dim"), origin)
+    max_position = fields.count("max_position_embeddings", 2048)
+    rope_theta, rope_scaling = rope_from_config(fields, origin, max_position)
     return ModelShape(
-        architecture=ARCHITECTURE,
+        architecture=family.architecture,
         num_layers=fields.count("num_hidden_layers"),
         hidden_size=hidden,
         num_heads=heads,
@@ -37,11 +45,14 @@ def shape_from_config(config: dict[str, Any], origin: Path, stored_dtype: str | 
         head_dim=head_dim,
         intermediate_size=fields.count("intermediate_size"),
         vocab_size=fields.count("vocab_size"),
-        max_position=fields.count("max_position_embeddings", 2048),
+        max_position=max_position,
         rms_norm_eps=fields.real("rms_norm_eps", 1e-6),
-        rope_theta=_rope_theta(fields, origin),
+        rope_theta=rope_theta,
         tie_embeddings=fields.flag("tie_word_embeddings", False),
         dtype=_dtype(fields, origin, stored_dtype),
+        rope_scaling=rope_scaling,
+        qkv_bias=family.qkv_bias,
+        qk_norm=family.qk_norm,
     )
 
 
@@ -57,26 +68,36 @@ def head_dim_of(hidden: int, heads: int, kv_heads: int, stated: Any, origin: Pat
     return head_dim
 
 
-def _refuse_other_architectures(fields: Fields, origin: Path) -> None:
-    architectures = fields.get("architectures", [ARCHITECTURE])
-    model_type = fields.get("model_type", "llama")
-    if architectures != [ARCHITECTURE] or model_type != "llama":
-        named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
-        raise ModelRefused(f"{origin}: architecture {named} (model_type {model_type}) is not supported, only {ARCHITECTURE}")
+def _family(fields: Fields, origin: Path) -> Family:
+    """The family that `architectures` and `model_type` agree on; either may be absent, a Llama needs neither."""
+    architectures, model_type = fields.get("architectures"), fields.get("model_type")
+    for family in FAMILIES.values():
+        if architectures in (None, [family.architecture]) and model_type in (None, family.model_type):
+            return family
+    named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
+    raise ModelRefused(f"{origin}: architecture {named} (model_type {model_type}) is not supported, only {', '.join(FAMILIES)}")
 
 
-def _rope_theta(fields: Fields, origin: Path) -> float:
-    """Rotary base, from `rope_parameters` where the file has it, else from `rope_theta` beside `rope_scaling`."""
-    name = "rope_parameters" if fields.get("rope_parameters") is not None else "rope_scaling"
-    rope = fields.get(name, {})
-    if not isinstance(rope, dict):
-        raise ModelRefused(f"{origin}: {name} = {rope!r} is not an object")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ModelRefused(f"{origin}: {name} of type {kind!r} is not supported, only 'default'")
-    for settings in (fields, Fields(rope, origin)):
-        settings.only("partial_rotary_factor", 1)
-    return Fields(rope, origin).real("rope_theta", fields.real("rope_theta", 10000.0))
+def _refuse_other_mathematics(fields: Fields, family: Family, origin: Path) -> None:
+    for name in _NEVER:
+        fields.only(name)
+    fields.only("attention_bias", family.qkv_bias)
+    fields.only("mlp_bias", False)
+    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+        fields.only(name, 0)
+    fields.only("hidden_act", "silu")
+    fields.only("use_sliding_window", False)
+    if not family.window_has_switch:
+        fields.only("sliding_window")
+    if family.window_unless_null is not None and not fields.states("sliding_window"):
+        raise ModelRefused(
+            f"{origin}: sliding_window is absent, which means {family.window_unless_null} in a {family.architecture} model; "
+            "only null is supported"
+        )
+    layer_types = fields.get("layer_types", [])
+    for kind in layer_types if isinstance(layer_types, list) else [layer_types]:
+        if kind != "full_attention":
+            raise ModelRefused(f"{origin}: layer_types has {kind!r}, which is not supported, only 'full_attention'")
 
 
 def _dtype(fields: Fields, origin: Path, stored_dtype: str | None) -> str:

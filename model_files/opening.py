@@ -11,8 +11,8 @@ from model_files.model import ModelFiles
 def open_model(path: str | Path) -> ModelFiles:
     """Open a Hugging Face directory (config.json, safetensors, tokenizer.json) or a GGUF file.
 
-    `ModelRefused` for a path that does not exist, is neither, is damaged or truncated, or describes a model other than a
-    plain Llama decoder.
+    `ModelRefused` for a path that does not exist, is neither, is damaged or truncated, or describes a model of no
+    supported family.
     """
     path = Path(path)
     try:

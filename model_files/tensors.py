@@ -1,4 +1,4 @@
-"""The tensors a Llama checkpoint must hold, under their Hugging Face names, and the digest that identifies a checkpoint."""
+"""The tensors a checkpoint must hold, under their Hugging Face names, and the digest that identifies a checkpoint."""
 
 import hashlib
 import json
@@ -41,6 +41,19 @@ def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
             prefix + "self_attn.q_proj.weight": (queries, hidden),
             prefix + "self_attn.k_proj.weight": (keys, hidden),
             prefix + "self_attn.v_proj.weight": (keys, hidden),
+        }
+        if shape.qkv_bias:
+            expected |= {
+                prefix + "self_attn.q_proj.bias": (queries,),
+                prefix + "self_attn.k_proj.bias": (keys,),
+                prefix + "self_attn.v_proj.bias": (keys,),
+            }
+        if shape.qk_norm:
+            expected |= {
+                prefix + "self_attn.q_norm.weight": (shape.head_dim,),
+                prefix + "self_attn.k_norm.weight": (shape.head_dim,),
+            }
+        expected |= {
             prefix + "self_attn.o_proj.weight": (hidden, queries),
             prefix + "post_attention_layernorm.weight": (hidden,),
             prefix + "mlp.gate_proj.weight": (ffn, hidden),

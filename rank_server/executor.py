@@ -23,7 +23,7 @@ from rank_server.sequences import PlanRefused, SequenceTable
 from rank_server.step_batch import StepBatch, build, commit, take_in
 
 if TYPE_CHECKING:
-    from rank_server.models.llama import LlamaModel
+    from rank_server.models.decoder import DecoderModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -85,7 +85,7 @@ class Executor:
         self._weights: Mapping[str, torch.Tensor] = {}
         self._pool: KvPool | None = None
         self._groups: dict[str, Group] = {}
-        self._model: LlamaModel | None = None
+        self._model: DecoderModel | None = None
         self._attention: DcpAttention | None = None
         self._sequences = SequenceTable()
 
@@ -211,7 +211,7 @@ class Executor:
             for handle, draw, wanted in zip(batch.draw_handles, sample(logits, batch.draws), batch.draws, strict=True)
         ]
 
-    def _assemble(self, pool: KvPool) -> "tuple[LlamaModel, DcpAttention]":
+    def _assemble(self, pool: KvPool) -> "tuple[DecoderModel, DcpAttention]":
         if self._model is None or self._attention is None:
             place, shape = self.place, self._files.shape
             self._model = build_model(shape, self._weights, self._group("tp"), DTYPES[place.config.dtype])

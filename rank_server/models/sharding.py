@@ -101,6 +101,8 @@ RULES: Mapping[str, Rule | None] = {
     "up_proj": Rule("rows", _ffn),
     "down_proj": Rule("columns", _ffn),
     "lm_head": Rule("rows", vocabulary),
+    "q_norm": None,
+    "k_norm": None,
     "input_layernorm": None,
     "post_attention_layernorm": None,
     "norm": None,

@@ -1,4 +1,7 @@
-"""Architecture name → model class: a further model is one file and one row."""
+"""Architecture name → model class.
+
+A relative of Llama is one row of `model_files.families`; a model of another build is one file and one row here.
+"""
 
 from collections.abc import Mapping
 
@@ -7,11 +10,12 @@ from torch import Tensor
 
 from cp_layout.model_shape import ModelShape
 from model_files import ModelFiles, ModelRefused
+from model_files.families import FAMILIES
 from rank_server.collectives.base import Group
 from rank_server.models import weights as weight_files
-from rank_server.models.llama import LlamaModel
+from rank_server.models.decoder import DecoderModel
 
-MODELS: Mapping[str, type[LlamaModel]] = {"LlamaForCausalLM": LlamaModel}
+MODELS: Mapping[str, type[DecoderModel]] = dict.fromkeys(FAMILIES, DecoderModel)
 
 
 def load_weights(
@@ -22,12 +26,12 @@ def load_weights(
     return weight_files.load_weights(files, tp, index, dtype, progress)
 
 
-def build_model(shape: ModelShape, weights: Mapping[str, Tensor], tp_group: Group, dtype: torch.dtype) -> LlamaModel:
+def build_model(shape: ModelShape, weights: Mapping[str, Tensor], tp_group: Group, dtype: torch.dtype) -> DecoderModel:
     """The member's model over its loaded weights; cheap, so that it can follow every change of groups."""
     return _model_class(shape)(shape, weights, tp_group, dtype)
 
 
-def _model_class(shape: ModelShape) -> type[LlamaModel]:
+def _model_class(shape: ModelShape) -> type[DecoderModel]:
     model = MODELS.get(shape.architecture)
     if model is None:
         raise ModelRefused(f"architecture {shape.architecture} is not supported, only {', '.join(MODELS)}")

@@ -97,7 +97,7 @@ def test_several_stop_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        ({"general.architecture": "qwen2"}, "architecture 'qwen2' is not supported, only 'llama'"),
+        ({"general.architecture": "qwen2moe"}, "architecture 'qwen2moe' is not supported, only llama, qwen2, qwen3"),
         ({"llama.expert_count": 8}, "llama.expert_count = 8 is not supported, only 0"),
         ({"llama.rope.scaling.type": "yarn"}, "llama.rope.scaling.type = 'yarn' is not supported"),
         ({"llama.rope.scaling.factor": 4.0}, "llama.rope.scaling.factor = 4.0 is not supported, only 0 or 1"),
@@ -124,7 +124,7 @@ def test_a_setting_that_would_be_computed_wrongly_is_refused(tmp_path: Path, set
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
-        ("model.layers.0.attn_q.bias", "tensor blk.0.attn_q.bias.weight is not part of a supported Llama model"),
+        ("model.layers.0.attn_q.bias", "tensor blk.0.attn_q.bias.weight is not part of a model of any supported family"),
         ("rope_freqs", "tensor rope_freqs.weight scales the rotary positions"),
     ],
 )

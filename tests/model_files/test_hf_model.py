@@ -131,17 +131,8 @@ def test_bos_is_added_as_stated_else_as_the_tokenizer_does(directory: Path) -> N
 @pytest.mark.parametrize(
     ("setting", "sentence"),
     [
-        (
-            {"architectures": ["MistralForCausalLM"], "model_type": "mistral"},
-            "architecture MistralForCausalLM (model_type mistral)",
-        ),
+        ({"architectures": ["MixtralForCausalLM"], "model_type": "mixtral"}, "MixtralForCausalLM (model_type mixtral)"),
         ({"model_type": "qwen3"}, "(model_type qwen3) is not supported"),
-        (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "rope_scaling of type 'llama3' is not supported, only 'default'",
-        ),
-        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling of type 'linear'"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_parameters of type 'yarn'"),
         ({"rope_scaling": 3}, "rope_scaling = 3 is not an object"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported, only 1"),
         ({"sliding_window": 4096}, "sliding_window = 4096 is not supported, only absent or null"),

@@ -10,7 +10,7 @@ from torch import Tensor
 from model_files import open_model
 from rank_server.collectives.base import Group
 from rank_server.collectives.local import LocalBackend, LocalHub
-from rank_server.models.llama import LlamaModel
+from rank_server.models.decoder import DecoderModel
 from rank_server.models.table import build_model, load_weights
 from tests.rank_server.threads import run_ranks
 
@@ -36,7 +36,7 @@ class DenseAttention:
 
 
 def on_members(
-    path: Path, tp: int, use: Callable[[LlamaModel, Group], Result], dtype: torch.dtype = torch.float32
+    path: Path, tp: int, use: Callable[[DecoderModel, Group], Result], dtype: torch.dtype = torch.float32
 ) -> list[Result]:
     """use(model, group) on every member of a TP group of that size, in member order."""
     files, hub = open_model(path), LocalHub()
@@ -51,6 +51,6 @@ def on_members(
     return run_ranks(tp, member)
 
 
-def whole_prompt(model: LlamaModel, ids: list[int]) -> Tensor:
+def whole_prompt(model: DecoderModel, ids: list[int]) -> Tensor:
     """[len(ids), vocabulary] logits of one pass over the prompt."""
     return model.logits(model.forward(torch.tensor(ids), torch.arange(len(ids)), DenseAttention()))

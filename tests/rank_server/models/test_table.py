@@ -7,7 +7,7 @@ import torch
 
 from model_files import ModelRefused, open_model
 from rank_server.collectives.solo import SoloGroup
-from rank_server.models.llama import LlamaModel
+from rank_server.models.decoder import DecoderModel
 from rank_server.models.table import build_model, load_weights
 from tests.model_files.tiny_checkpoint import write_hf
 
@@ -19,7 +19,7 @@ def files(tmp_path):
 
 def test_llama_is_built(files):
     weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None)
-    assert isinstance(build_model(files.shape, weights, SoloGroup("tp:0"), torch.float32), LlamaModel)
+    assert isinstance(build_model(files.shape, weights, SoloGroup("tp:0"), torch.float32), DecoderModel)
 
 
 def test_other_architectures_are_refused_by_name(files):

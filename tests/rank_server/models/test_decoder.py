@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from model_files import open_model
 from rank_server.collectives.solo import SoloGroup
-from rank_server.models.llama import LlamaModel
+from rank_server.models.decoder import DecoderModel
 from rank_server.models.table import build_model, load_weights
 from tests.rank_server.models.tensor_parallel import DenseAttention, on_members, whole_prompt
 from tests.tiny_models import greedy_reference, logits_reference
@@ -33,7 +33,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
     return [random.Random(seed * 1000 + length + i * 31).randrange(320) for i in range(length)]
 
 
-def alone(path, dtype: torch.dtype = torch.float32) -> LlamaModel:
+def alone(path, dtype: torch.dtype = torch.float32) -> DecoderModel:
     files = open_model(path)
     weights = load_weights(files, 1, 0, dtype, lambda done, total: None)
     return build_model(files.shape, weights, SoloGroup("tp:0"), dtype)
@@ -63,7 +63,7 @@ def test_logits_equal_transformers(tiny, model, tp):
 def test_greedy_ids_equal_transformers_in_chunks_and_decode(tiny, model, tp):
     path, prompt = tiny(**model), prompt_of(21)
 
-    def generate(llama: LlamaModel, group: object) -> list[int]:
+    def generate(llama: DecoderModel, group: object) -> list[int]:
         attend, output, start = DenseAttention(), [], 0
         fed = [prompt[:8], prompt[8:20], prompt[20:]]
         while len(output) < 16:
