@@ -5,9 +5,12 @@ from functools import partial
 
 from rank_server.collectives.base import Backend
 from rank_server.collectives.gloo import GlooBackend
+from rank_server.collectives.shm import ShmBackend
 
 
 def backends(host: str) -> Mapping[str, Callable[[], Backend]]:
-    """Name → constructor of the backend on this host, one row each; `auto` is the best that works for all members."""
-    gloo = partial(GlooBackend, host)
-    return {"auto": gloo, "gloo": gloo}
+    """Name → constructor of the backend on this host, one row each.
+
+    The coordinator names one of them to all ranks; no rank chooses for itself.
+    """
+    return {"gloo": partial(GlooBackend, host), "shm": ShmBackend}

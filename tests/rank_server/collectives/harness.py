@@ -9,8 +9,12 @@ from torch import Tensor
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.gloo import GlooBackend
 from rank_server.collectives.local import LocalBackend, LocalHub
+from rank_server.collectives.shm import ShmBackend
 from rank_server.collectives.solo import SoloGroup
 from tests.rank_server.threads import run_ranks
+
+SMALL_SLOT = 1000
+"""Bytes of a slot that is no multiple of a line, a word or a number of members."""
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,8 @@ class Implementation:
         """One backend per rank."""
         if self.name == "gloo":
             return [GlooBackend("127.0.0.1") for _ in range(self.size)]
+        if self.name.startswith("shm"):
+            return [shm_backend(self.name) for _ in range(self.size)]
         hub = LocalHub()
         return [LocalBackend(hub) for _ in range(self.size)]
 
@@ -35,6 +41,11 @@ class Implementation:
         if self.name == "solo":
             return [SoloGroup("g")]
         return [groups["g"] for groups in open_groups(self.backends(), {"g": range(self.size)}, timeout_s)]
+
+
+def shm_backend(name: str) -> ShmBackend:
+    """`shm` as it is used, or `shm_small`: slots that hardly any tensor of the tests fits into."""
+    return ShmBackend(slot_bytes=SMALL_SLOT) if name == "shm_small" else ShmBackend()
 
 
 def open_groups(

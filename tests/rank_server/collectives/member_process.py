@@ -1,7 +1,7 @@
-"""One member of a gloo group in a process of its own.
+"""One member of a group in a process of its own.
 
-Arguments: mode (`mixed`, `endless` or `leaving`), index, size, timeout in seconds, bootstrap. Member 0 prints the bootstrap
-bytes that the others are started with.
+Arguments: backend, mode (`mixed-COUNT`, `endless` or `leaving`), index, size, timeout in seconds, bootstrap. Member 0 prints
+the bootstrap bytes that the others are started with.
 """
 
 import sys
@@ -10,19 +10,19 @@ import threading
 import torch
 
 from rank_server.collectives.base import CollectiveError
-from rank_server.collectives.gloo import GlooBackend
+from rank_server.collectives.table import backends
 from tests.rank_server.collectives.harness import check_mixed_operations
 
 
-def main(mode: str, index: int, size: int, timeout_s: float, bootstrap: str) -> None:
-    backend = GlooBackend("127.0.0.1")
+def main(backend_name: str, mode: str, index: int, size: int, timeout_s: float, bootstrap: str) -> None:
+    backend = backends("127.0.0.1")[backend_name]()
     if index == 0:
         bootstrap = backend.prepare("g", range(size)).decode()
         print(bootstrap, flush=True)
     group = backend.open("g", range(size), index, bootstrap.encode(), 30.0)
     group.set_timeout(timeout_s)
-    if mode == "mixed":
-        check_mixed_operations(group)
+    if mode.startswith("mixed-"):
+        check_mixed_operations(group, int(mode.removeprefix("mixed-")))
         print(f"{group.calls} operations", flush=True)
         group.close()
         return
@@ -41,4 +41,4 @@ def main(mode: str, index: int, size: int, timeout_s: float, bootstrap: str) -> 
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]), sys.argv[5])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]), sys.argv[6])

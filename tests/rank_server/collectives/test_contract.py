@@ -26,6 +26,8 @@ ALL = [
     Implementation("solo", 1),
     *(Implementation("local", n) for n in (1, 2, 3, 4)),
     *(Implementation("gloo", n) for n in (1, 2, 3)),
+    *(Implementation("shm", n) for n in (1, 2, 3, 8)),
+    Implementation("shm_small", 3),
 ]
 SEVERAL = [each for each in ALL if each.size > 1]
 

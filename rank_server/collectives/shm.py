@@ -1,0 +1,223 @@
+"""Collectives through shared memory, for members on one host: a copy in, one round of semaphores, a copy out.
+
+Round k, on every member: write into the own slot of half k mod 2, announce it with k, post to every other member, take a post
+of every other member, read their slots. Two halves make one round per exchange enough: a member writes a half again in round
+k + 2, after all others have announced k + 1, which they do when they have read what they wanted of round k. Tensors beyond a
+slot go piece by piece, one round each. Members whose announcements differ in round, operation or size raise.
+
+Waiting is a short spin, then sleep in slices; between slices the members are looked over: one that has died (its lock is free)
+or closed the group ends the wait at once, a frozen one ends it at the deadline.
+"""
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from rank_server.collectives.base import CollectiveError, Group
+from rank_server.collectives.exchange import ExchangeGroup
+from rank_server.collectives.shm_segment import Control, Segment
+from rank_server.collectives.shm_semaphore import Semaphores
+from rank_server.collectives.solo import SoloGroup
+
+SLOT_BYTES = 1024 * 1024
+"""Largest piece of a tensor that one round moves. Memory is taken when a slot is first used that far."""
+SPIN_S = 100e-6
+"""How long a wait spins before it sleeps, when every member can have a CPU of its own."""
+SLICE_S = 0.02
+"""Longest time until a waiting member notices that another one died or left."""
+OPERATIONS = ("barrier", "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
+
+
+class ShmGroup(ExchangeGroup):
+    """One member's end of a segment."""
+
+    def __init__(self, name: str, size: int, index: int, timeout_s: float, segment: Segment, spin_s: float) -> None:
+        super().__init__(name, size, index, timeout_s)
+        self._segment: Segment | None = segment
+        self._slot_bytes = segment.slots.shape[2]
+        self._others = [member for member in range(size) if member != index]
+        self._posts = [segment.semaphore(index, other) for other in self._others]
+        self._waits = [segment.semaphore(other, index) for other in self._others]
+        self._spin_s = spin_s
+        self._rounds = 0
+
+    def _gather(self, op: str, x: Tensor) -> Tensor:
+        result = torch.empty(self.size, *x.shape, dtype=x.dtype)
+        source, target = _bytes(x), _bytes(result).view(self.size, x.nbytes)
+        deadline = self._deadline()
+        for start, stop in _pieces(x.nbytes, self._slot_bytes):
+            slots = self._round(OPERATIONS.index(op), x.nbytes, source[start:stop], deadline)
+            target[:, start:stop] = slots[:, : stop - start]
+        return result
+
+    def _swap(self, op: str, x: Tensor) -> Tensor:
+        result = torch.empty_like(x)
+        chunk = x.nbytes // self.size
+        source, target = _bytes(x).view(self.size, chunk), _bytes(result).view(self.size, chunk)
+        deadline = self._deadline()
+        for start, stop in _pieces(chunk, self._slot_bytes // self.size):
+            width = stop - start
+            slots = self._round(OPERATIONS.index(op), x.nbytes, source[:, start:stop], deadline)
+            target[:, start:stop] = slots[:, self.index * width : (self.index + 1) * width]
+        return result
+
+    def _copy(self, x: Tensor, root: int) -> Tensor:
+        result = torch.empty_like(x)
+        source, target = _bytes(x), _bytes(result)
+        deadline = self._deadline()
+        # The code tells the root: members that disagree about it must not go on with different results.
+        code = OPERATIONS.index("broadcast") + root
+        for start, stop in _pieces(x.nbytes, self._slot_bytes):
+            slots = self._round(code, x.nbytes, source[start:stop] if self.index == root else None, deadline)
+            target[start:stop] = slots[root, : stop - start]
+        return result
+
+    def _meet(self) -> None:
+        self._round(OPERATIONS.index("barrier"), 0, None, self._deadline())
+
+    def _deadline(self) -> float:
+        return time.monotonic() + self._timeout_s
+
+    def _round(self, code: int, total: int, part: Tensor | None, deadline: float) -> Tensor:
+        """Shows `part` to the others; returns all members' slots, [N, slot_bytes], to be read before the next round."""
+        segment = self._segment
+        if segment is None:
+            raise RuntimeError("the group was closed")
+        number = self._rounds + 1
+        half = number % 2
+        slots = segment.slots[half]
+        if part is not None:
+            slots[self.index, : part.numel()].view(part.shape).copy_(part)
+        own = segment.control[self.index]
+        own[Control.CALL[half]], own[Control.TOTAL[half]], own[Control.ROUND[half]] = code, total, number
+        post = segment.semaphores.post
+        for address in self._posts:
+            post(address)
+        for address in self._waits:
+            self._wait(segment, address, number, deadline)
+        self._check_open()
+        for other in self._others:
+            self._check_announcement(segment, other, number, code, total)
+        self._rounds = number
+        return slots
+
+    def _wait(self, segment: Segment, address: int, number: int, deadline: float) -> None:
+        """Takes a post."""
+        try_wait = segment.semaphores.try_wait
+        if try_wait(address) == 0:
+            return
+        spin_end = time.monotonic() + self._spin_s
+        while time.monotonic() < spin_end:
+            if try_wait(address) == 0:
+                return
+        while (left := deadline - time.monotonic()) > 0:
+            if segment.semaphores.wait(address, min(SLICE_S, left)):
+                return
+            self._check_open()
+            self._check_members(segment, number)
+        missing = [other for other in self._others if segment.control[other][Control.ROUND[number % 2]] != number]
+        raise RuntimeError(f"members {missing} did not come within {self._timeout_s:g} s")
+
+    def _check_members(self, segment: Segment, number: int) -> None:
+        """Raises RuntimeError when a member can't come any more."""
+        for other in self._others:
+            control = segment.control[other]
+            if control[Control.LEFT]:
+                self._check_left(segment, other, number)
+            elif control[Control.JOINED] and not segment.alive(other):
+                raise RuntimeError(f"member {other} died")
+
+    def _check_left(self, segment: Segment, other: int, number: int) -> None:
+        control = segment.control[other]
+        if control[Control.LEFT] and control[Control.LAST_ROUND] < number:
+            raise RuntimeError(f"member {other} has left the group")
+
+    def _check_announcement(self, segment: Segment, other: int, number: int, code: int, total: int) -> None:
+        control, half = segment.control[other], number % 2
+        announced = control[Control.ROUND[half]] == number
+        if announced and (control[Control.CALL[half]], control[Control.TOTAL[half]]) != (code, total):
+            theirs = _call(control[Control.CALL[half]], control[Control.TOTAL[half]])
+            raise RuntimeError(f"member {other} calls {theirs} where member {self.index} calls {_call(code, total)}")
+        # A member that gave up waiting in this round had announced it: without this check one that comes later would go on.
+        self._check_left(segment, other, number)
+        if not announced:
+            raise RuntimeError(f"member {other} is in round {control[Control.ROUND[half]]} instead of {number}")
+
+    def _release(self, reason: str) -> None:
+        segment, self._segment = self._segment, None
+        if segment is None:
+            return
+        own = segment.control[self.index]
+        own[Control.LAST_ROUND], own[Control.LEFT] = self._rounds, 1
+        # Wakes everybody who waits for this member, and this member's own operation: they find no announcement and look around.
+        for address in (*self._posts, *self._waits):
+            segment.semaphores.post(address)
+
+
+def _bytes(x: Tensor) -> Tensor:
+    return x.view(-1).view(torch.uint8)
+
+
+def _pieces(total: int, piece: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) of each piece; one empty piece for nothing, since members meet in every operation."""
+    for start in range(0, max(total, 1), piece):
+        yield start, min(start + piece, total)
+
+
+def _call(code: int, total: int) -> str:
+    last = len(OPERATIONS) - 1
+    name = OPERATIONS[code] if code < last else f"broadcast from {code - last}"
+    return f"{name} of {total} bytes"
+
+
+class ShmBackend:
+    """`Backend` of one process. Raises CollectiveError on a system without anonymous files or shared semaphores."""
+
+    def __init__(self, slot_bytes: int = SLOT_BYTES) -> None:
+        if not hasattr(os, "memfd_create"):
+            raise CollectiveError("shm collectives need memfd_create, which this system lacks")
+        try:
+            self._semaphores = Semaphores()
+        except OSError as error:
+            raise CollectiveError(f"shm collectives can't be used: {error}") from error
+        self._slot_bytes = slot_bytes
+        self._prepared: dict[str, tuple[bytes, Segment]] = {}
+
+    def prepare(self, name: str, ranks: Sequence[int]) -> bytes:
+        """See `Backend`; the bootstrap bytes name a descriptor of this process and the key of what it refers to."""
+        if len(ranks) == 1:
+            return b""
+        try:
+            segment, bootstrap = Segment.create(len(ranks), self._slot_bytes, self._semaphores)
+        except (OSError, ValueError) as error:
+            raise CollectiveError(f"group {name}: no shared memory: {error}") from error
+        self._prepared[name] = (bootstrap, segment)
+        return bootstrap
+
+    def open(self, name: str, ranks: Sequence[int], rank: int, bootstrap: bytes, timeout_s: float) -> Group:
+        """See `Backend`."""
+        if len(ranks) == 1:
+            return SoloGroup(name)
+        index = list(ranks).index(rank)
+        try:
+            segment = self._segment(name, index, len(ranks), bootstrap)
+            segment.join(index)
+        except (OSError, ValueError) as error:
+            raise CollectiveError(f"group {name}, member {index} of {len(ranks)}: open failed: {error}") from error
+        # A member that spins keeps a CPU from the one it waits for, unless there is one for each.
+        spin_s = SPIN_S if len(ranks) <= len(os.sched_getaffinity(0)) else 0.0
+        group = ShmGroup(name, len(ranks), index, timeout_s, segment, spin_s)
+        group.barrier()
+        group.calls = 0
+        return group
+
+    def _segment(self, name: str, index: int, size: int, bootstrap: bytes) -> Segment:
+        if index > 0:
+            return Segment.open(bootstrap, size, self._semaphores)
+        prepared, segment = self._prepared.pop(name, (b"", None))
+        if segment is None or prepared != bootstrap:
+            raise ValueError(f"nothing was prepared under {bootstrap!r}")
+        return segment
