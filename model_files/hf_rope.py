@@ -28,7 +28,7 @@ def rope_from_config(fields: Fields, origin: Path, max_position: int) -> tuple[f
     if kind == "default":
         rope.nothing_but(*_ALWAYS)
         return theta, None
-    if kind not in _READERS:
+    if not isinstance(kind, str) or kind not in _READERS:
         raise ModelRefused(f"{origin}: {name} of type {kind!r} is not supported, only default, {', '.join(_READERS)}")
     settings, read = _READERS[kind]
     rope.nothing_but(*_ALWAYS, *settings)

@@ -1,15 +1,16 @@
-"""Small seeded Llama checkpoints, and what `transformers` computes from them in fp32: the oracle of the exactness tests."""
+"""Small seeded checkpoints of every family, and what `transformers` computes in fp32: the oracle of the exactness tests."""
 
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 BOS, EOS = "<|begin|>", "<|end|>"
 CHAT_TEMPLATE = (
@@ -20,9 +21,15 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 _SMALLEST_VOCABULARY, _LARGEST_VOCABULARY = 256 + 2, 256 + 2 + len(_LETTERS) ** 2
 
 
-def build_tiny_llama(
+def build_tiny_llama(directory: Path, **shape: Any) -> Path:
+    """`build_tiny_model` of the Llama family."""
+    return build_tiny_model(directory, family="llama", **shape)
+
+
+def build_tiny_model(
     directory: Path,
     *,
+    family: str = "llama",
     hidden: int = 64,
     heads: int = 8,
     kv_heads: int = 2,
@@ -33,16 +40,19 @@ def build_tiny_llama(
     tie: bool = False,
     seed: int = 0,
     rope_theta: float = 100.0,
+    rope: Mapping[str, Any] | None = None,
     max_position: int = 4096,
     shards: bool = False,
 ) -> Path:
     """Writes a seeded random model with tokenizer and chat template into `directory` and returns it.
 
     Weights are scaled so that attention outweighs the residual stream and a short rotary period separates near positions:
-    the likeliest next token depends on every earlier token, its place and every KV head. head_dim: hidden / heads unless
-    given; vocab: 258 … 934 (256 bytes, pairs of letters, two specials); shards: split over several safetensors files.
+    the likeliest next token depends on every earlier token, its place and every KV head. Norms are not 1 and biases not 0.
+    family: a `model_type` of `model_files.families`; head_dim: hidden / heads unless given; rope: settings beside the base;
+    vocab: 258 … 934 (256 bytes, pairs of letters, two specials); shards: split over several safetensors files.
     """
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        family,
         hidden_size=hidden,
         intermediate_size=ffn,
         num_hidden_layers=layers,
@@ -51,15 +61,16 @@ def build_tiny_llama(
         head_dim=head_dim or hidden // heads,
         vocab_size=vocab,
         max_position_embeddings=max_position,
-        rope_parameters={"rope_type": "default", "rope_theta": rope_theta},
+        rope_parameters={"rope_type": "default", "rope_theta": rope_theta} | dict(rope or {}),
         rms_norm_eps=1e-5,
         tie_word_embeddings=tie,
         bos_token_id=vocab - 2,
         eos_token_id=vocab - 1,
+        **({"sliding_window": None} if family == "mistral" else {}),
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).float()
+        model = AutoModelForCausalLM.from_config(config).float()
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 _fill(name, weight)
@@ -98,13 +109,16 @@ def _greedy(directory: Path, prompt_ids: tuple[int, ...], n: int) -> tuple[int, 
 
 
 @cache
-def _reference(directory: Path) -> LlamaForCausalLM:
-    return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+def _reference(directory: Path) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 def _fill(name: str, weight: Tensor) -> None:
     """Random values in place; a matrix turns inputs of unit variance into outputs whose deviation is the gain."""
     kind = name.split(".")[-2]
+    if name.endswith(".bias"):
+        weight.normal_(0.0, 0.7)
+        return
     if weight.dim() == 1:
         weight.uniform_(0.5, 1.5)
         return

@@ -1,4 +1,4 @@
-"""Small seeded Llama checkpoints in both formats, written without the code under test."""
+"""Small seeded checkpoints in both formats, written without the code under test."""
 
 import json
 from pathlib import Path
@@ -38,6 +38,8 @@ _GGUF_LAYER = {
     "self_attn.q_proj": "attn_q",
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
     "self_attn.o_proj": "attn_output",
     "post_attention_layernorm": "ffn_norm",
     "mlp.gate_proj": "ffn_gate",
@@ -47,8 +49,8 @@ _GGUF_LAYER = {
 _GGUF_WHOLE = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 
 
-def tiny_weights(tied: bool = False) -> dict[str, np.ndarray]:
-    """Seeded random weights of CONFIG's shape under Hugging Face names."""
+def tiny_weights(tied: bool = False, family: str = "llama") -> dict[str, np.ndarray]:
+    """Seeded random weights of CONFIG's shape under Hugging Face names, and what the family adds."""
     random = np.random.default_rng(7)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (300, 32), "model.norm.weight": (32,)}
     for layer in range(2):
@@ -64,6 +66,10 @@ def tiny_weights(tied: bool = False) -> dict[str, np.ndarray]:
             prefix + "input_layernorm.weight": (32,),
             prefix + "post_attention_layernorm.weight": (32,),
         }
+        if family == "qwen2":
+            shapes |= {prefix + f"self_attn.{kind}_proj.bias": (32 if kind == "q" else 16,) for kind in "qkv"}
+        if family == "qwen3":
+            shapes |= {prefix + f"self_attn.{kind}_norm.weight": (HEAD_DIM,) for kind in "qk"}
     if not tied:
         shapes["lm_head.weight"] = (300, 32)
     return {name: random.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
@@ -124,19 +130,20 @@ def write_gguf(
     weights: dict[str, np.ndarray] | None = None,
     matrices: GGMLQuantizationType = GGMLQuantizationType.F32,
     settings: dict[str, Any] | None = None,
+    family: str = "llama",
 ) -> Path:
     """A GGUF file of CONFIG's shape; `settings` replaces metadata (None leaves an entry out)."""
     values: dict[str, Any] = {
-        "llama.block_count": 2,
-        "llama.context_length": 256,
-        "llama.embedding_length": 32,
-        "llama.feed_forward_length": 64,
-        "llama.attention.head_count": 4,
-        "llama.attention.head_count_kv": 2,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.rope.freq_base": 5000.0,
-        "llama.rope.dimension_count": HEAD_DIM,
-        "llama.vocab_size": 300,
+        f"{family}.block_count": 2,
+        f"{family}.context_length": 256,
+        f"{family}.embedding_length": 32,
+        f"{family}.feed_forward_length": 64,
+        f"{family}.attention.head_count": 4,
+        f"{family}.attention.head_count_kv": 2,
+        f"{family}.attention.layer_norm_rms_epsilon": 1e-5,
+        f"{family}.rope.freq_base": 5000.0,
+        f"{family}.rope.dimension_count": HEAD_DIM,
+        f"{family}.vocab_size": 300,
         "general.name": "Tiny",
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
@@ -146,11 +153,11 @@ def write_gguf(
         "tokenizer.ggml.token_type": [3 if token in SPECIALS else 1 for token in vocabulary()],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in MERGES],
     } | (settings or {})
-    writer = gguf.GGUFWriter(path, values.pop("general.architecture", "llama"))
+    writer = gguf.GGUFWriter(path, values.pop("general.architecture", family))
     for key, value in values.items():
         _add(writer, key, value)
-    for name, array in (tiny_weights() if weights is None else weights).items():
-        _add_tensor(writer, name, array, matrices)
+    for name, array in (tiny_weights(family=family) if weights is None else weights).items():
+        _add_tensor(writer, name, array, matrices, family == "llama")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -174,16 +181,18 @@ def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
             writer.add_array(key, value)
 
 
-def _add_tensor(writer: gguf.GGUFWriter, name: str, array: np.ndarray, matrices: GGMLQuantizationType) -> None:
-    stem = name.removesuffix(".weight")
+def _add_tensor(
+    writer: gguf.GGUFWriter, name: str, array: np.ndarray, matrices: GGMLQuantizationType, pairs_rows: bool
+) -> None:
+    stem, suffix = name.rsplit(".", 1)
     if stem.startswith("model.layers."):
         layer, part = stem.removeprefix("model.layers.").split(".", 1)
         target = f"blk.{layer}.{_GGUF_LAYER.get(part, part)}"
     else:
         target = _GGUF_WHOLE.get(stem, stem)
-    if stem.endswith("q_proj"):
+    if pairs_rows and stem.endswith("q_proj"):
         array = gguf_row_order(array, 4)
-    if stem.endswith("k_proj"):
+    if pairs_rows and stem.endswith("k_proj"):
         array = gguf_row_order(array, 2)
     kind = matrices if array.ndim == 2 else GGMLQuantizationType.F32
-    writer.add_tensor(f"{target}.weight", quantize(array, kind), raw_dtype=kind)
+    writer.add_tensor(f"{target}.{suffix}", quantize(array, kind), raw_dtype=kind)
