@@ -18,6 +18,7 @@ class RankLink:
         self.instance = registration.instance
         self.pid = registration.pid
         self.address = registration.address
+        self.host = registration.host
         self.configured: rank_pb2.Configured | None = None
         self.pool_blocks = 0
         self.last_progress_ms = 0

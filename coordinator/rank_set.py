@@ -13,7 +13,7 @@ from coordinator.monitor import watch
 from coordinator.rank_link import RankLink
 from coordinator.tasks import Background
 from coordinator.timings import Timings
-from cp_wire.errors import Duplicate, KvloomError, Unavailable
+from cp_wire.errors import ConfigRefused, Duplicate, KvloomError, Unavailable
 from cp_wire.logs import get_logger
 from cp_wire.pb import common_pb2, coordinator_pb2
 
@@ -77,10 +77,15 @@ class RankSet:
         return self._pool_blocks
 
     def join(self, registration: coordinator_pb2.RegisterRequest) -> None:
-        """Seats a rank and has it load its weights; `Duplicate` while another process fills the seat."""
+        """Seats a rank and has it load its weights; `Duplicate` while another process fills the seat.
+
+        `ConfigRefused` for a rank on another host than the set's other ranks, when they share memory.
+        """
         seat = self.seats[registration.rank]
         if seat.link is not None:
             raise Duplicate(f"rank {seat.rank} is already here, as process {seat.link.pid}")
+        if self._config.collectives == "shm":
+            self._check_host(registration)
         link = RankLink(registration, self.epoch, self._lose)
         seat.link, seat.state, seat.fenced_reason = link, "loading", ""
         seat.last_instance, seat.last_pid = link.instance, link.pid
@@ -93,6 +98,15 @@ class RankSet:
         """A process that does not fit asked for a seat: before the first start this means that the cluster can't start."""
         if not self._was_ready:
             self._on_fatal(refusal)
+
+    def _check_host(self, registration: coordinator_pb2.RegisterRequest) -> None:
+        others = [seat.link for seat in self.seats.values() if seat.link is not None]
+        strangers = [link.rank for link in others if link.host != registration.host]
+        if strangers or not registration.host:
+            whom = f"rank {strangers[0]}" if strangers else "any other"
+            refusal = ConfigRefused(f"rank {registration.rank} shares no memory with {whom}, which collectives shm need")
+            self.refuse(refusal)
+            raise refusal
 
     async def run(self) -> None:
         """Serves, epoch after epoch, until cancelled or until a first start fails."""

@@ -13,6 +13,7 @@ MAX_WAITING = 1024
 """Requests that may queue in one scheduling set."""
 
 AUTO_COLLECTIVES = "gloo"
+"""What works wherever the ranks are. A launcher that puts all of them on one host asks for shm by name."""
 
 
 def grid_of(config: common_pb2.ClusterConfig) -> Grid:

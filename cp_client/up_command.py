@@ -14,6 +14,7 @@ from cp_layout.interleave import Layout
 from cp_layout.laws import check_config
 from cp_wire import process
 from cp_wire.flags import SIZES, add_cluster_flags, cluster_argv, integer, threads_per_rank
+from cp_wire.host import host_identity
 from cp_wire.logs import configure_logging
 from model_files import ModelRefused, open_model
 
@@ -83,6 +84,8 @@ def cluster_spec(args: Namespace) -> ClusterSpec:
     layout = Layout(args.dcp, args.interleave or args.block_size, args.block_size)
     shape = open_model(model).shape
     check_config(grid, layout, shape.num_heads, shape.num_kv_heads, kv_tokens_per_rank=args.kv_cache_tokens_per_rank or None)
+    if args.collectives == "auto" and args.device != "cuda" and host_identity():
+        args.collectives = "shm"  # all ranks run here, as children of one process
     threads = threads_per_rank(args.threads_per_rank, grid.world_size)
     common = ("--model", os.fspath(model), "--exit-with-stdin")
     rank_flags = ("--host", args.host, "--device", args.device, "--threads-per-rank", str(threads))

@@ -9,7 +9,7 @@ from cp_wire.pb import common_pb2
 DTYPES = ("auto", "bfloat16", "float32", "float16")
 KV_DTYPES = ("auto", "bfloat16", "float32", "float16")
 DEVICES = ("auto", "cpu", "cuda")
-COLLECTIVES = ("auto", "gloo")
+COLLECTIVES = ("auto", "gloo", "shm")
 MERGES = {"a2a": common_pb2.MERGE_A2A, "ag_rs": common_pb2.MERGE_AG_RS}
 BATCHED_TOKENS = {"auto": 512, "cpu": 512, "cuda": 8192}
 """Default token budget of a step, by device."""
@@ -95,7 +95,12 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dcp-comm-backend", choices=sorted(MERGES), default="a2a", help="merge of partial attention (default: a2a)"
     )
-    parser.add_argument("--collectives", choices=COLLECTIVES, default="auto")
+    parser.add_argument(
+        "--collectives",
+        choices=COLLECTIVES,
+        default="auto",
+        help="how ranks exchange tensors: gloo over TCP, shm through the memory of one host (default: gloo; kvloom up: shm)",
+    )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the checkpoint's (bfloat16 for GGUF)")
     parser.add_argument("--device", choices=DEVICES, default="auto")
     parser.add_argument("--threads-per-rank", type=integer(1), default=0, metavar="T", help="default: CPUs ÷ ranks on the host")

@@ -10,6 +10,7 @@ import torch
 
 from cp_wire import channels, errors, process
 from cp_wire.flags import DEVICES, integer, threads_per_rank
+from cp_wire.host import host_identity
 from cp_wire.identity import PROTOCOL_VERSION, new_instance
 from cp_wire.logs import configure_logging
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc, rank_pb2_grpc
@@ -83,6 +84,7 @@ async def _register(args: argparse.Namespace, address: str, instance: str, model
             pid=os.getpid(),
             protocol_version=PROTOCOL_VERSION,
             model_hash=model_hash,
+            host=host_identity(),
         )
         try:
             await stub.Register(request, timeout=REGISTER_TIMEOUT_S, wait_for_ready=True)

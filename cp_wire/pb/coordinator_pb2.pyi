@@ -592,6 +592,7 @@ class RegisterRequest(google.protobuf.message.Message):
     PID_FIELD_NUMBER: builtins.int
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     MODEL_HASH_FIELD_NUMBER: builtins.int
+    HOST_FIELD_NUMBER: builtins.int
     rank: builtins.int
     address: builtins.str
     """HOST:PORT of the rank's own server."""
@@ -599,6 +600,8 @@ class RegisterRequest(google.protobuf.message.Message):
     pid: builtins.int
     protocol_version: builtins.str
     model_hash: builtins.str
+    host: builtins.str
+    """Equal for ranks that can share memory; empty = with nobody."""
     def __init__(
         self,
         *,
@@ -608,8 +611,9 @@ class RegisterRequest(google.protobuf.message.Message):
         pid: builtins.int = ...,
         protocol_version: builtins.str = ...,
         model_hash: builtins.str = ...,
+        host: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "model_hash", b"model_hash", "pid", b"pid", "protocol_version", b"protocol_version", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "host", b"host", "instance", b"instance", "model_hash", b"model_hash", "pid", b"pid", "protocol_version", b"protocol_version", "rank", b"rank"]) -> None: ...
 
 global___RegisterRequest = RegisterRequest
 

@@ -45,7 +45,7 @@ class ShmGroup(ExchangeGroup):
         self._rounds = 0
 
     def _gather(self, op: str, x: Tensor) -> Tensor:
-        result = torch.empty(self.size, *x.shape, dtype=x.dtype)
+        result = x.new_empty((self.size, *x.shape))
         source, target = _bytes(x), _bytes(result).view(self.size, x.nbytes)
         deadline = self._deadline()
         for start, stop in _pieces(x.nbytes, self._slot_bytes):

@@ -62,6 +62,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         self.instance = new_instance()
         self.model_hash = MODEL_HASH
         self.protocol_version = PROTOCOL_VERSION
+        self.host = "one-host"
         self.steps: list[rank_pb2.StepPlan] = []
         self.step_epochs: list[int] = []
         self.commands: list[str] = []
@@ -98,6 +99,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
             pid=1000 + self.rank,
             protocol_version=self.protocol_version,
             model_hash=self.model_hash,
+            host=self.host,
         )
         async with open_channel(coordinator, "control") as channel:
             try:

@@ -98,6 +98,41 @@ async def test_stranger_is_refused_and_ends_the_start(field):
             await harness.coordinator.ready()
 
 
+@pytest.mark.parametrize("host", ["another-host", ""])
+async def test_rank_of_another_host_is_refused_where_memory_is_shared(host):
+    rank = FakeRank(1)
+    rank.host = host
+    async with cluster(ranks=[FakeRank(0)], wait=False, pcp=2, dcp=2, collectives="shm") as harness:
+        harness.ranks.append(rank)
+        with pytest.raises(errors.ConfigRefused, match="rank 1 shares no memory with rank 0, which collectives shm need"):
+            await rank.start(harness.address)
+        with pytest.raises(errors.ConfigRefused, match="rank 1"):
+            await harness.coordinator.ready()
+
+
+async def test_rank_that_shares_memory_with_nobody_is_refused_where_memory_is_shared():
+    rank = FakeRank(0)
+    rank.host = ""
+    async with cluster(ranks=[], wait=False, pcp=2, dcp=2, collectives="shm") as harness:
+        harness.ranks.append(rank)
+        with pytest.raises(errors.ConfigRefused, match="rank 0 shares no memory with any other"):
+            await rank.start(harness.address)
+
+
+async def test_ranks_of_several_hosts_serve_where_no_memory_is_shared():
+    ranks = [FakeRank(0), FakeRank(1)]
+    ranks[1].host = "another-host"
+    async with cluster(ranks=ranks, pcp=2, dcp=2, collectives="gloo") as harness:
+        assert (await harness.status()).state == "serving"
+
+
+async def test_sets_that_share_memory_may_be_on_several_hosts():
+    ranks = [FakeRank(0), FakeRank(1)]
+    ranks[1].host = "another-host"
+    async with cluster(ranks=ranks, dp=2, collectives="shm") as harness:
+        assert (await harness.status()).state == "serving"
+
+
 async def test_stranger_during_service_is_refused_and_harms_nobody():
     async with cluster() as harness:
         rank = FakeRank(0)

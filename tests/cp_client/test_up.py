@@ -62,6 +62,15 @@ def test_flags_reach_the_processes(model):
         assert value(command, "--device") == "cpu"
 
 
+def test_ranks_of_one_host_share_memory_unless_told_otherwise(model, monkeypatch):
+    assert value(spec(model).coordinator, "--collectives") == "shm"
+    assert value(spec(model, "--collectives", "gloo").coordinator, "--collectives") == "gloo"
+    assert "--collectives" not in spec(model, "--device", "cuda").coordinator
+    monkeypatch.setattr(up_command, "host_identity", lambda: "")
+    assert "--collectives" not in spec(model).coordinator
+    assert value(spec(model, "--collectives", "shm").coordinator, "--collectives") == "shm"
+
+
 def test_threads_are_shared_among_the_ranks(model):
     cpus = len(os.sched_getaffinity(0))
     assert spec(model).threads_per_rank == cpus

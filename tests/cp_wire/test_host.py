@@ -1,0 +1,49 @@
+"""What tells hosts apart, and what does not."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cp_wire.host import host_identity
+
+
+def fake_proc(root: Path, boot_id: str = "b-1", namespace: str = "n-1") -> Path:
+    proc = root / boot_id / namespace
+    for name, text in (("sys/kernel/random/boot_id", f"{boot_id}\n"), ("self/ns/pid", namespace)):
+        (proc / name).parent.mkdir(parents=True)
+        (proc / name).write_text(text)
+    return proc
+
+
+def test_processes_of_one_host_agree():
+    there = subprocess.run(
+        [sys.executable, "-c", "from cp_wire.host import host_identity; print(host_identity())"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert there.stdout.strip() == host_identity()
+    assert re.fullmatch("[0-9a-f]{32}", host_identity())
+
+
+def test_another_boot_namespace_or_user_is_another_host(tmp_path, monkeypatch):
+    here = fake_proc(tmp_path)
+    identities = {host_identity(here), host_identity(fake_proc(tmp_path, boot_id="b-2"))}
+    identities.add(host_identity(fake_proc(tmp_path, namespace="n-2")))
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    identities.add(host_identity(here))
+    assert len(identities) == 4
+
+
+@pytest.mark.parametrize("missing", ["sys/kernel/random/boot_id", "self/ns/pid"])
+def test_no_identity_where_memory_cannot_be_shared(tmp_path, monkeypatch, missing):
+    proc = fake_proc(tmp_path)
+    (proc / missing).unlink()
+    assert host_identity(proc) == ""
+    monkeypatch.delattr(os, "memfd_create")
+    assert host_identity() == ""
