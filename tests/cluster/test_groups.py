@@ -15,6 +15,8 @@ KINDS = {
     "dcp-in-tp": (["-tp", "2", "-dcp", "2"], {"heads": 8, "kv_heads": 1}),
     "dcp-over-tp-and-pcp": (["-tp", "2", "-pcp", "2", "-dcp", "4"], {"heads": 8, "kv_heads": 1}),
     "pcp-without-dcp": (["-pcp", "2"], {"heads": 8, "kv_heads": 2}),
+    "over-tcp": (["-tp", "2", "-dcp", "2", "--collectives", "gloo"], {"heads": 8, "kv_heads": 1}),
+    "in-shared-memory": (["-tp", "2", "-dcp", "2", "--collectives", "shm"], {"heads": 8, "kv_heads": 1}),
     "dp": (["-dp", "2", "-tp", "1"], {"heads": 8, "kv_heads": 2}),
     "ag_rs": (["-pcp", "2", "-dcp", "2", "--dcp-comm-backend", "ag_rs"], {"heads": 8, "kv_heads": 2}),
 }
@@ -33,6 +35,8 @@ def test_tokens_of_the_oracle(tmp_path, kind):
         for prompt, stream in zip(prompts, streams, strict=True):
             got = [token for event in stream for token in event.token_ids]
             assert got == greedy_reference(path, prompt, 10)
+        asked = flags[flags.index("--collectives") + 1] if "--collectives" in flags else "shm"
+        assert running.status().config.collectives == asked
         used = {tuple(rank.rank for rank in running.status().ranks)}
         assert used == {tuple(range(len(running.status().ranks)))}
         running.wait_for(running.all_blocks_free, 30, "all blocks free")
