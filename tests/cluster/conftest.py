@@ -9,7 +9,7 @@ import pytest
 from tests.cluster.processes import KVLOOM, RunningCluster, kvloom_up
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     """SmolLM2 in fp32 on two ranks, KV interleaved by 4 tokens, 64 blocks each."""
     log = tmp_path_factory.mktemp("smollm2") / "stderr"
