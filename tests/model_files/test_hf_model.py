@@ -79,6 +79,14 @@ def test_tied_head_may_be_stored_or_not(tmp_path: Path) -> None:
     assert len(hashes) == 1
 
 
+def test_hash_covers_the_rotary_positions(tmp_path: Path) -> None:
+    linear, llama3 = {"rope_type": "linear", "factor": 2.0}, {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    scalings = [None, linear, linear | {"factor": 3.0}, llama3 | {"rope_type": "llama3", "factor": 2.0}]
+    scalings += [{"rope_type": "yarn", "factor": 2.0}, {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16.0}]
+    models = [write_hf(tmp_path / str(i), CONFIG | {"rope_scaling": scaling}) for i, scaling in enumerate(scalings)]
+    assert len({open_model(model).hash for model in models}) == len(scalings)
+
+
 def test_new_style_rope_parameters_and_dtype(tmp_path: Path) -> None:
     config = {key: value for key, value in CONFIG.items() if key not in ("rope_theta", "torch_dtype")}
     config |= {"rope_parameters": {"rope_type": "default", "rope_theta": 123.0}, "dtype": "float16"}

@@ -25,10 +25,12 @@ SHAPE = ModelShape(
 )
 SIZES = [1, 3, 6, 12]
 TIED = replace(SHAPE, tie_embeddings=True)
+BIASED = replace(SHAPE, qkv_bias=True)
+NORMED = replace(SHAPE, qk_norm=True, head_dim=6)
 
 
 @pytest.mark.parametrize("tp", SIZES)
-@pytest.mark.parametrize("shape", [SHAPE, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("shape", [SHAPE, TIED, BIASED, NORMED], ids=["untied", "tied", "biased", "normed"])
 def test_parts_tile_every_tensor(shape, tp):
     """Cut axis: contiguous, gapless, in member order; a shared KV head is counted once. Norms are whole everywhere."""
     for name, dims in expected_tensors(shape).items():
@@ -100,6 +102,22 @@ def test_resident_tensors_of_a_member():
     assert resident["model.layers.0.mlp.down_proj.weight"].dims == (48, 17)
     assert resident["model.embed_tokens.weight"].dims == resident["lm_head.weight"].dims == (54, 48)
     assert resident["model.norm.weight"].dims == (48,)
+
+
+@pytest.mark.parametrize("tp", SIZES)
+def test_biases_are_cut_and_stacked_with_their_rows(tp):
+    for i in range(tp):
+        resident = {tensor.name: tensor for tensor in resident_tensors(BIASED, tp, i)}
+        rows, bias = (resident[f"model.layers.1.self_attn.qkv_proj.{kind}"] for kind in ("weight", "bias"))
+        assert [part.name.replace("weight", "bias") for part in rows.parts] == [part.name for part in bias.parts]
+        assert [part.rows for part in rows.parts] == [part.rows for part in bias.parts]
+        assert bias.dims == rows.dims[:1]
+
+
+def test_head_norms_are_whole_on_every_member():
+    for i in range(6):
+        resident = {tensor.name: tensor.dims for tensor in resident_tensors(NORMED, 6, i)}
+        assert resident["model.layers.0.self_attn.q_norm.weight"] == resident["model.layers.0.self_attn.k_norm.weight"] == (6,)
 
 
 def test_a_tied_head_is_not_held_twice():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from model_files import ModelRefused, open_model
+from model_files.families import FAMILIES
 from rank_server.collectives.solo import SoloGroup
 from rank_server.models.decoder import DecoderModel
 from rank_server.models.table import build_model, load_weights
@@ -17,7 +18,10 @@ def files(tmp_path):
     return open_model(write_hf(tmp_path / "model"))
 
 
-def test_llama_is_built(files):
+@pytest.mark.parametrize("family", [family.model_type for family in FAMILIES.values()])
+def test_every_family_is_built(tiny, family):
+    files = open_model(tiny(family=family))
+    assert FAMILIES[files.shape.architecture].model_type == family
     weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None)
     assert isinstance(build_model(files.shape, weights, SoloGroup("tp:0"), torch.float32), DecoderModel)
 

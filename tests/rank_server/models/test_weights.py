@@ -85,6 +85,18 @@ def test_every_member_holds_its_slice_in_both_formats(tmp_path, tp):
                 assert np.array_equal(got[name].numpy(), array), (files.kind, name)
 
 
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_every_member_holds_the_biases_of_its_heads(tmp_path, tp):
+    """4 heads of 8, 2 KV heads; at TP 4 two members hold the same KV head and its biases."""
+    files = open_model(write_gguf(tmp_path / "model.gguf", family="qwen2"))
+    query, key, value = (tiny_weights(family="qwen2")[f"model.layers.1.self_attn.{kind}_proj.bias"] for kind in "qkv")
+    for index in range(tp):
+        q = slice(index * 4 // tp * 8, (index + 1) * 4 // tp * 8)
+        k = slice(index * 2 // tp * 8, index * 2 // tp * 8 + 16 // min(tp, 2))
+        got = load_weights(files, tp, index, torch.float32, ignore)["model.layers.1.self_attn.qkv_proj.bias"]
+        assert np.array_equal(got.numpy(), np.concatenate((query[q], key[k], value[k])))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_are_rounded_once(hf, dtype):
     got = load_weights(hf, 2, 1, dtype, ignore)["model.layers.0.mlp.down_proj.weight"]
