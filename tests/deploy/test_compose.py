@@ -111,6 +111,11 @@ def test_one_gpu_for_each_rank(configs):
     devices = [configs["gpu"]["services"][name]["deploy"]["resources"]["reservations"]["devices"] for name in ranks]
     assert [[device["device_ids"] for device in some] for some in devices] == [[["0"]], [["1"]]]
     assert all("gpu" in device["capabilities"] for some in devices for device in some)
+    for name in ranks:
+        service = configs["gpu"]["services"][name]
+        assert int(service["shm_size"]) >= 1 << 30
+        # What is compiled at run time is loaded from there.
+        assert "exec" in service["tmpfs"][0].partition(":")[2].split(",")
 
 
 def test_the_bundled_model_is_the_default(services):
