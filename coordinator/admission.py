@@ -5,30 +5,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
-from coordinator.limits import Limits, RequestRefused
-from coordinator.plan import Sampling
+from coordinator.limits import Limits
+from coordinator.prepare import prepare
 from coordinator.rank_set import RankSet
 from coordinator.request import Request
 from coordinator.scheduler_types import QueueFull
 from coordinator.stream import RequestStream
 from coordinator.tasks import Changes
-from coordinator.text_errors import TextRefused
 from coordinator.text_rows import LiveRequest
-from coordinator.text_worker import Text, TextWorker
-from cp_wire.errors import Duplicate, Exhausted, Internal, InvalidRequest, Unavailable, Unknown
-from cp_wire.logs import get_logger
+from coordinator.text_worker import TextWorker
+from cp_wire.errors import Duplicate, Exhausted, InvalidRequest, Unavailable, Unknown
 from cp_wire.pb import coordinator_pb2
 
 MAX_ID_CHARS = 256
-MAX_CHARS_PER_TOKEN = 256
-"""Text longer than this many characters per token of max_model_len is refused untokenised."""
-
 RETRY_AFTER_S = 1.0
-
-OPTIONAL = ("max_tokens", "temperature", "top_p", "top_k", "min_tokens", "top_logprobs")
-"""Fields whose absence means a default."""
-
-log = get_logger("coordinator.admission")
 
 
 @dataclass(slots=True, eq=False)
@@ -128,13 +118,14 @@ class Admission:
     async def _queue(self, wire: coordinator_pb2.GenerateRequest, accepted: Accepted) -> None:
         if wire.model and wire.model != self._model_name:
             raise Unknown(f"the model {wire.model[:MAX_ID_CHARS]} is not served, {self._model_name} is")
-        try:
-            prompt = await self._tokens(wire)
-            # The set may have broken while the text was tokenised.
-            home = self._pick()
-            sampling = self._sampling(wire, prompt, self._limits(home))
-        except (RequestRefused, TextRefused) as refusal:
-            raise InvalidRequest(refusal.field, refusal.value, f"it must be {refusal.limit}") from None
+        if len(wire.cache_salt) > MAX_ID_CHARS:
+            raise InvalidRequest("cache_salt", f"{len(wire.cache_salt)} characters", f"it must have at most {MAX_ID_CHARS}")
+        home = self._pick()
+        seed = wire.seed if wire.HasField("seed") else self._seeds.draw()
+        limits = self._limits(home)
+        prompt, sampling = await self._text.encode(lambda text: prepare(wire, text, limits, seed))
+        if self.closed or not home.ready:
+            raise Unavailable("the request's ranks were lost while it was tokenised", retry_after_s=RETRY_AFTER_S)
         accepted.home, engine = home, home.engine
         accepted.live = LiveRequest(
             Request(
@@ -161,37 +152,3 @@ class Admission:
         if not ready:
             raise Unavailable("no rank set is ready", retry_after_s=RETRY_AFTER_S)
         return min(ready, key=lambda home: home.engine.load if home.engine is not None else 0)
-
-    async def _tokens(self, wire: coordinator_pb2.GenerateRequest) -> list[int]:
-        kind = wire.WhichOneof("prompt")
-        if kind == "tokens":
-            return list(wire.tokens.ids)
-        if kind is None:
-            raise InvalidRequest("prompt", "", "it must be text, tokens or chat")
-        messages = [(message.role, message.content) for message in wire.chat.messages]
-        longest = MAX_CHARS_PER_TOKEN * max(self._limits(home).max_model_len for home in self._sets if home.ready)
-        size = len(wire.text) if kind == "text" else sum(len(role) + len(content) for role, content in messages)
-        if size > longest:
-            raise InvalidRequest(kind, f"{size} characters", f"it must have at most {longest}")
-
-        def encode(text: Text) -> list[int]:
-            return text.encode(wire.text) if kind == "text" else text.encode_chat(messages)
-
-        try:
-            return await self._text.encode(encode)
-        except TextRefused:
-            raise
-        except Exception as error:
-            log.error("tokenisation failed", exc=error)
-            raise Internal(f"tokenisation failed ({type(error).__name__})") from error
-
-    def _sampling(self, wire: coordinator_pb2.GenerateRequest, prompt: Sequence[int], limits: Limits) -> Sampling:
-        given = {spec.name: value for spec, value in wire.ListFields() if spec.name in OPTIONAL}
-        return limits.validate(
-            prompt,
-            seed=wire.seed if wire.HasField("seed") else self._seeds.draw(),
-            **given,
-            stop=wire.stop,
-            stop_token_ids=wire.stop_token_ids,
-            ignore_eos=wire.ignore_eos,
-        )

@@ -37,6 +37,7 @@ async def test_k8_l1_lost_rank_ends_requests_and_comes_back(how):
         victim = harness.ranks[1]
         task = await in_decode(harness)
         queued = asyncio.create_task(harness.generate([1, 2, 3], max_tokens=100))
+        await eventually(lambda: harness.home.engine.load == 2)
         started = time.monotonic()
         if how == "killed":
             await victim.die()

@@ -1,0 +1,73 @@
+"""Text becomes token ids and every limit is checked: work for the prompts' thread, a long prompt takes its time."""
+
+from collections.abc import Callable
+
+from coordinator.limits import Limits, RequestRefused
+from coordinator.plan import Sampling
+from coordinator.text import MAX_MESSAGES
+from coordinator.text_errors import TextRefused
+from coordinator.text_worker import Text
+from cp_wire.errors import Internal, InvalidRequest
+from cp_wire.logs import get_logger
+from cp_wire.pb import coordinator_pb2
+
+MAX_CHARS_PER_TOKEN = 256
+"""Text longer than this many characters per token of max_model_len is refused untokenised."""
+
+OPTIONAL = ("max_tokens", "temperature", "top_p", "top_k", "min_tokens", "top_logprobs")
+"""Fields whose absence means a default."""
+
+log = get_logger("coordinator.prepare")
+
+
+def prepare(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits, seed: int) -> tuple[list[int], Sampling]:
+    """Prompt and sampling parameters of a request; raises InvalidRequest, or Internal for a fault of the text edge.
+
+    Counts are looked at before anything is copied. seed: the request's, or the one drawn for it.
+    """
+    try:
+        prompt = _tokens(wire, text, limits)
+        given = {spec.name: value for spec, value in wire.ListFields() if spec.name in OPTIONAL}
+        sampling = limits.validate(
+            prompt,
+            seed=seed,
+            **given,
+            stop=wire.stop,
+            stop_token_ids=wire.stop_token_ids,
+            ignore_eos=wire.ignore_eos,
+        )
+    except (RequestRefused, TextRefused) as refusal:
+        raise InvalidRequest(refusal.field, refusal.value, f"it must be {refusal.limit}") from None
+    return prompt, sampling
+
+
+def _tokens(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits) -> list[int]:
+    kind = wire.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidRequest("prompt", "", "it must be text, tokens or chat")
+    if kind == "tokens":
+        _at_most("prompt", len(wire.tokens.ids), limits.max_model_len - 1, "tokens")
+        return list(wire.tokens.ids)
+    longest = MAX_CHARS_PER_TOKEN * limits.max_model_len
+    if kind == "text":
+        _at_most(kind, len(wire.text), longest, "characters")
+        return _guarded(lambda: text.encode(wire.text))
+    _at_most(kind, len(wire.chat.messages), MAX_MESSAGES, "messages")
+    messages = [(message.role, message.content) for message in wire.chat.messages]
+    _at_most(kind, sum(len(role) + len(content) for role, content in messages), longest, "characters")
+    return _guarded(lambda: text.encode_chat(messages))
+
+
+def _at_most(field: str, count: int, limit: int, unit: str) -> None:
+    if count > limit:
+        raise InvalidRequest(field, f"{count} {unit}", f"it must have at most {limit}")
+
+
+def _guarded(encode: Callable[[], list[int]]) -> list[int]:
+    try:
+        return encode()
+    except TextRefused:
+        raise
+    except Exception as error:
+        log.error("tokenisation failed", exc=error)
+        raise Internal(f"tokenisation failed ({type(error).__name__})") from error
