@@ -24,8 +24,9 @@ def sum_in_member_order(parts: Tensor) -> Tensor:
     `parts` is used up: the sum may be taken in its place.
     """
     dtype = parts.dtype
-    total = parts[0].to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
-    for part in parts[1:]:
+    first, *rest = parts.unbind()
+    total = first.to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
+    for part in rest:
         total += part
     return total.to(dtype)
 

@@ -9,6 +9,7 @@ Waiting is a short spin, then sleep in slices; between slices the members are lo
 or closed the group ends the wait at once, a frozen one ends it at the deadline.
 """
 
+import ctypes
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,8 @@ class ShmGroup(ExchangeGroup):
     def __init__(self, name: str, size: int, index: int, timeout_s: float, segment: Segment, spin_s: float) -> None:
         super().__init__(name, size, index, timeout_s)
         self._segment: Segment | None = segment
-        self._slot_bytes = segment.slots.shape[2]
+        self._slot_bytes = segment.slot_bytes
+        self._slots = [[segment.slot(half, member) for member in range(size)] for half in range(2)]
         self._others = [member for member in range(size) if member != index]
         self._posts = [segment.semaphore(index, other) for other in self._others]
         self._waits = [segment.semaphore(other, index) for other in self._others]
@@ -46,51 +48,67 @@ class ShmGroup(ExchangeGroup):
 
     def _gather(self, op: str, x: Tensor) -> Tensor:
         result = x.new_empty((self.size, *x.shape))
-        source, target = _bytes(x), _bytes(result).view(self.size, x.nbytes)
+        segment, source, target, total = self._mapped(), _address(x), _address(result), x.nbytes
         deadline = self._deadline()
-        for start, stop in _pieces(x.nbytes, self._slot_bytes):
-            slots = self._round(OPERATIONS.index(op), x.nbytes, source[start:stop], deadline)
-            target[:, start:stop] = slots[:, : stop - start]
+        for start, stop in _pieces(total, self._slot_bytes):
+            width = stop - start
+            slots = self._round(segment, OPERATIONS.index(op), total, [(source + start, width)], deadline)
+            for member, slot in enumerate(slots):
+                ctypes.memmove(target + member * total + start, slot, width)
         return result
 
     def _swap(self, op: str, x: Tensor) -> Tensor:
         result = torch.empty_like(x)
-        chunk = x.nbytes // self.size
-        source, target = _bytes(x).view(self.size, chunk), _bytes(result).view(self.size, chunk)
+        segment, source, target, total = self._mapped(), _address(x), _address(result), x.nbytes
+        chunk = total // self.size
         deadline = self._deadline()
         for start, stop in _pieces(chunk, self._slot_bytes // self.size):
             width = stop - start
-            slots = self._round(OPERATIONS.index(op), x.nbytes, source[:, start:stop], deadline)
-            target[:, start:stop] = slots[:, self.index * width : (self.index + 1) * width]
+            parts = [(source + member * chunk + start, width) for member in range(self.size)]
+            slots = self._round(segment, OPERATIONS.index(op), total, parts, deadline)
+            for member, slot in enumerate(slots):
+                ctypes.memmove(target + member * chunk + start, slot + self.index * width, width)
         return result
 
     def _copy(self, x: Tensor, root: int) -> Tensor:
         result = torch.empty_like(x)
-        source, target = _bytes(x), _bytes(result)
+        segment, source, target, total = self._mapped(), _address(x), _address(result), x.nbytes
         deadline = self._deadline()
         # The code tells the root: members that disagree about it must not go on with different results.
         code = OPERATIONS.index("broadcast") + root
-        for start, stop in _pieces(x.nbytes, self._slot_bytes):
-            slots = self._round(code, x.nbytes, source[start:stop] if self.index == root else None, deadline)
-            target[start:stop] = slots[root, : stop - start]
+        for start, stop in _pieces(total, self._slot_bytes):
+            parts = [(source + start, stop - start)] if self.index == root else []
+            slots = self._round(segment, code, total, parts, deadline)
+            ctypes.memmove(target + start, slots[root], stop - start)
         return result
 
     def _meet(self) -> None:
-        self._round(OPERATIONS.index("barrier"), 0, None, self._deadline())
+        self._round(self._mapped(), OPERATIONS.index("barrier"), 0, [], self._deadline())
+
+    def _mapped(self) -> Segment:
+        """The segment, which whoever uses its addresses must hold: `close` on another thread gives up the group's own hold."""
+        segment = self._segment
+        if segment is None:
+            raise RuntimeError("the group was closed")
+        return segment
 
     def _deadline(self) -> float:
         return time.monotonic() + self._timeout_s
 
-    def _round(self, code: int, total: int, part: Tensor | None, deadline: float) -> Tensor:
-        """Shows `part` to the others; returns all members' slots, [N, slot_bytes], to be read before the next round."""
-        segment = self._segment
-        if segment is None:
-            raise RuntimeError("the group was closed")
+    def _round(
+        self, segment: Segment, code: int, total: int, parts: Sequence[tuple[int, int]], deadline: float
+    ) -> Sequence[int]:
+        """Shows the parts (address and bytes), one behind the other, to the others.
+
+        Returns the addresses of all members' slots, to be read before the next round.
+        """
         number = self._rounds + 1
         half = number % 2
-        slots = segment.slots[half]
-        if part is not None:
-            slots[self.index, : part.numel()].view(part.shape).copy_(part)
+        slots = self._slots[half]
+        at = slots[self.index]
+        for address, width in parts:
+            ctypes.memmove(at, address, width)
+            at += width
         own = segment.control[self.index]
         own[Control.CALL[half]], own[Control.TOTAL[half]], own[Control.ROUND[half]] = code, total, number
         post = segment.semaphores.post
@@ -157,8 +175,11 @@ class ShmGroup(ExchangeGroup):
             segment.semaphores.post(address)
 
 
-def _bytes(x: Tensor) -> Tensor:
-    return x.view(-1).view(torch.uint8)
+def _address(x: Tensor) -> int:
+    """Where a contiguous tensor lies; ValueError when that is not in this process's memory."""
+    if not x.is_cpu:
+        raise ValueError(f"shm collectives move CPU tensors, not {x.device}")
+    return x.data_ptr()
 
 
 def _pieces(total: int, piece: int) -> Iterator[tuple[int, int]]:

@@ -23,9 +23,6 @@ import stat
 import struct
 import weakref
 
-import torch
-from torch import Tensor
-
 from rank_server.collectives.shm_semaphore import SEMAPHORE_BYTES, Semaphores
 
 PAGE = 4096
@@ -55,7 +52,7 @@ class Control:
 
 
 class Segment:
-    """One member's mapping of a group's memory. Unmapped when the last reference to it or to its tensors goes."""
+    """One member's mapping of a group's memory. Unmapped with the object: whoever uses an address must hold it."""
 
     def __init__(self, fd: int, size: int, slot_bytes: int, semaphores: Semaphores) -> None:
         """Takes the descriptor over."""
@@ -64,15 +61,14 @@ class Segment:
         self.semaphores = semaphores
         control = _align(_HEADER.size, 64)
         self._semaphores_at = control + size * CONTROL_WORDS * 8
-        slots = _slots_at(size)
-        memory = mmap.mmap(fd, slots + 2 * size * slot_bytes)
+        memory = mmap.mmap(fd, _total_bytes(size, slot_bytes))
         self._memory = memory
         self.size = size
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.slot_bytes = slot_bytes
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         words = memoryview(memory)[control : self._semaphores_at].cast("Q")
         self.control = [words[i * CONTROL_WORDS : (i + 1) * CONTROL_WORDS] for i in range(size)]
         """Per member, its words; each member writes its own only."""
-        self.slots: Tensor = torch.frombuffer(memory, dtype=torch.uint8, offset=slots).view(2, size, slot_bytes)
 
     @classmethod
     def create(cls, size: int, slot_bytes: int, semaphores: Semaphores) -> "tuple[Segment, bytes]":
@@ -80,14 +76,14 @@ class Segment:
         key = secrets.token_bytes(16)
         fd = os.memfd_create("kvloom-collectives", os.MFD_CLOEXEC)
         try:
-            os.ftruncate(fd, _slots_at(size) + 2 * size * slot_bytes)
+            os.ftruncate(fd, _total_bytes(size, slot_bytes))
             os.pwrite(fd, _HEADER.pack(_MAGIC, size, slot_bytes, key), 0)
         except OSError:
             os.close(fd)
             raise
         segment = cls(fd, size, slot_bytes, semaphores)
         for pair in range(size * size):
-            semaphores.create(segment.address + segment._semaphores_at + pair * SEMAPHORE_BYTES)
+            semaphores.create(segment.semaphore(*divmod(pair, size)))
         return segment, f"memfd:{os.getpid()}:{fd}:{key.hex()}".encode()
 
     @classmethod
@@ -106,7 +102,7 @@ class Segment:
             magic, members, slot_bytes, found_key = _HEADER.unpack(header)
             if (magic, members, found_key) != (_MAGIC, size, key):
                 raise ValueError(f"the descriptor is no segment of {size} members with this key")
-            if status.st_size != _slots_at(size) + 2 * size * slot_bytes:
+            if status.st_size != _total_bytes(size, slot_bytes):
                 raise ValueError(f"the segment has {status.st_size} bytes")
         except (OSError, ValueError):
             os.close(fd)
@@ -115,7 +111,11 @@ class Segment:
 
     def semaphore(self, source: int, target: int) -> int:
         """Address of the semaphore that `source` posts and `target` waits for."""
-        return self.address + self._semaphores_at + (source * self.size + target) * SEMAPHORE_BYTES
+        return self._address + self._semaphores_at + (source * self.size + target) * SEMAPHORE_BYTES
+
+    def slot(self, half: int, member: int) -> int:
+        """Address of a member's slot."""
+        return self._address + _slots_at(self.size) + (half * self.size + member) * self.slot_bytes
 
     def join(self, index: int) -> None:
         """Takes the member's place; raises OSError when another process has it."""
@@ -130,6 +130,10 @@ class Segment:
 
 def _align(offset: int, to: int) -> int:
     return -(-offset // to) * to
+
+
+def _total_bytes(size: int, slot_bytes: int) -> int:
+    return _slots_at(size) + 2 * size * slot_bytes
 
 
 def _slots_at(size: int) -> int:

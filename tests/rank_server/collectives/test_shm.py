@@ -184,7 +184,8 @@ def test_members_may_have_spare_descriptors_only_of_segments(tmp_path: Path) -> 
         os.close(writer)
     with pytest.raises(ValueError, match="no segment of 3 members"):
         Segment.open(bootstrap, 3, semaphores)
-    assert Segment.open(bootstrap, 2, semaphores).slots.shape == segment.slots.shape
+    opened = Segment.open(bootstrap, 2, semaphores)
+    assert (opened.size, opened.slot_bytes) == (segment.size, segment.slot_bytes) == (2, 4096)
 
 
 def test_a_place_is_taken_once_and_free_again_when_its_member_is_gone() -> None:
@@ -212,6 +213,13 @@ def test_a_group_whose_first_member_is_gone_is_refused_at_once() -> None:
 def test_sizes_of_a_segment_are_bounded(size: int) -> None:
     with pytest.raises(ValueError, match=f"not {size}"):
         Segment.create(size, 4096, Semaphores())
+
+
+def test_tensors_of_another_device_are_refused() -> None:
+    groups = Implementation("shm", 2).open()
+    for op in ("all_gather", "all_to_all"):
+        with pytest.raises(ValueError, match="CPU tensors, not meta"):
+            call(groups[0], op, torch.ones(2, 2, device="meta"))
 
 
 def test_a_semaphore_counts_posts_and_waits_no_longer_than_asked() -> None:
