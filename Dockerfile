@@ -4,7 +4,8 @@ FROM python:3.11-slim AS base
 ENV PATH=/opt/kvloom/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
-    TOKENIZERS_PARALLELISM=false
+    TOKENIZERS_PARALLELISM=false \
+    OPENBLAS_NUM_THREADS=1
 # /tmp is the only place a read-only container can write to, so caches that look for a home find one there.
 RUN useradd --uid 10001 --user-group --no-create-home --home-dir /tmp --shell /usr/sbin/nologin kvloom
 

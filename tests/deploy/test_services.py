@@ -42,7 +42,6 @@ def test_cpu_services_start_serve_and_come_back(tmp_path):
         assert services.send("coordinator", signal.SIGTERM) == 0
         assert [services.exit_status(rank) for rank in ("rank-0", "rank-1")] == [0, 0]
         assert {service["restart"] for service in config["services"].values()} == {"unless-stopped"}
-        for name in config["services"]:
-            services.start(name)
+        services.up()
         services.until_passes("coordinator", serving)
         right_tokens(client)
