@@ -32,6 +32,7 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-rank
 	$(BIN)/kvloom bench layout
+	$(BIN)/kvloom bench collectives
 	$(BIN)/kvloom bench decode
 
 # Again only when pyproject.toml has changed.

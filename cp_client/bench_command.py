@@ -4,7 +4,7 @@ import subprocess
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace, _SubParsersAction
 
-BENCHMARKS = ("decode", "layout")
+BENCHMARKS = ("collectives", "decode", "layout")
 
 
 def add_bench_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:

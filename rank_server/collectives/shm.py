@@ -5,8 +5,8 @@ of every other member, read their slots. Two halves make one round per exchange 
 k + 2, after all others have announced k + 1, which they do when they have read what they wanted of round k. Tensors beyond a
 slot go piece by piece, one round each. Members whose announcements differ in round, operation or size raise.
 
-Waiting is a short spin, then sleep in slices; between slices the members are looked over: one that has died (its lock is free)
-or closed the group ends the wait at once, a frozen one ends it at the deadline.
+Waiting is a short spin that yields, then sleep in slices; between slices the members are looked over: one that has died (its
+lock is free) or closed the group ends the wait at once, a frozen one ends it at the deadline.
 """
 
 import ctypes
@@ -25,8 +25,8 @@ from rank_server.collectives.solo import SoloGroup
 
 SLOT_BYTES = 1024 * 1024
 """Largest piece of a tensor that one round moves. Memory is taken when a slot is first used that far."""
-SPIN_S = 100e-6
-"""How long a wait spins before it sleeps, when every member can have a CPU of its own."""
+SPIN_S = 300e-6
+"""How long a wait looks again and again before it sleeps; in between it offers its CPU to whoever wants to run."""
 SLICE_S = 0.02
 """Longest time until a waiting member notices that another one died or left."""
 OPERATIONS = ("barrier", "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
@@ -35,7 +35,7 @@ OPERATIONS = ("barrier", "all_gather", "all_reduce", "reduce_scatter", "all_to_a
 class ShmGroup(ExchangeGroup):
     """One member's end of a segment."""
 
-    def __init__(self, name: str, size: int, index: int, timeout_s: float, segment: Segment, spin_s: float) -> None:
+    def __init__(self, name: str, size: int, index: int, timeout_s: float, segment: Segment) -> None:
         super().__init__(name, size, index, timeout_s)
         self._segment: Segment | None = segment
         self._slot_bytes = segment.slot_bytes
@@ -43,7 +43,6 @@ class ShmGroup(ExchangeGroup):
         self._others = [member for member in range(size) if member != index]
         self._posts = [segment.semaphore(index, other) for other in self._others]
         self._waits = [segment.semaphore(other, index) for other in self._others]
-        self._spin_s = spin_s
         self._rounds = 0
 
     def _gather(self, op: str, x: Tensor) -> Tensor:
@@ -123,12 +122,14 @@ class ShmGroup(ExchangeGroup):
         return slots
 
     def _wait(self, segment: Segment, address: int, number: int, deadline: float) -> None:
-        """Takes a post."""
+        """Takes a post; RuntimeError when none comes."""
         try_wait = segment.semaphores.try_wait
         if try_wait(address) == 0:
             return
-        spin_end = time.monotonic() + self._spin_s
+        spin_end = time.monotonic() + SPIN_S
         while time.monotonic() < spin_end:
+            # Without the yield, members that outnumber the CPUs would keep those they wait for from running.
+            os.sched_yield()
             if try_wait(address) == 0:
                 return
         while (left := deadline - time.monotonic()) > 0:
@@ -228,9 +229,7 @@ class ShmBackend:
             segment.join(index)
         except (OSError, ValueError) as error:
             raise CollectiveError(f"group {name}, member {index} of {len(ranks)}: open failed: {error}") from error
-        # A member that spins keeps a CPU from the one it waits for, unless there is one for each.
-        spin_s = SPIN_S if len(ranks) <= len(os.sched_getaffinity(0)) else 0.0
-        group = ShmGroup(name, len(ranks), index, timeout_s, segment, spin_s)
+        group = ShmGroup(name, len(ranks), index, timeout_s, segment)
         group.barrier()
         group.calls = 0
         return group
