@@ -24,25 +24,25 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63p_wire/pb/common.proto\x12\tkvloom.v1\"\x7f\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"I\n\x10PositionLogprobs\x12\x0f\n\x07sampled\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.kvloom.v1.TokenLogprob\"\xab\x03\n\rClusterConfig\x12\n\n\x02tp\x18\x01 \x01(\r\x12\x0b\n\x03pcp\x18\x02 \x01(\r\x12\x0b\n\x03\x64\x63p\x18\x03 \x01(\r\x12\n\n\x02\x64p\x18\x04 \x01(\r\x12\x12\n\ninterleave\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x1f\n\x05merge\x18\n \x01(\x0e\x32\x10.kvloom.v1.Merge\x12\x13\n\x0bq_replicate\x18\x0b \x01(\x08\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\r \x01(\t\x12\x12\n\nmodel_hash\x18\x0e \x01(\t\x12\x12\n\nmodel_name\x18\x0f \x01(\t\x12\x13\n\x0b\x63ollectives\x18\x10 \x01(\t\x12 \n\x18kv_cache_tokens_per_rank\x18\x11 \x01(\x04\x12\x1d\n\x15kv_cache_memory_bytes\x18\x12 \x01(\x04\x12\x18\n\x10protocol_version\x18\x13 \x01(\t*s\n\nDecodeMode\x12\x1b\n\x17\x44\x45\x43ODE_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44\x45\x43ODE_MODE_REPLICATED\x10\x01\x12\x15\n\x11\x44\x45\x43ODE_MODE_OWNER\x10\x02\x12\x15\n\x11\x44\x45\x43ODE_MODE_SPLIT\x10\x03*N\n\x06Gather\x12\x16\n\x12GATHER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bGATHER_NONE\x10\x01\x12\x0c\n\x08GATHER_Q\x10\x02\x12\r\n\tGATHER_KV\x10\x03*>\n\x05Merge\x12\x15\n\x11MERGE_UNSPECIFIED\x10\x00\x12\r\n\tMERGE_A2A\x10\x01\x12\x0f\n\x0bMERGE_AG_RS\x10\x02\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x63p_wire/pb/common.proto\x12\tkvloom.v1\"\xb2\x02\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x02\x12\r\n\x05top_p\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\x14\n\x0ctop_logprobs\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\r\n\x05min_p\x18\x07 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x08 \x01(\x02\x12\x18\n\x10presence_penalty\x18\t \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\n \x01(\x02\x12\x16\n\x0e\x62ias_token_ids\x18\x0b \x03(\r\x12\x0e\n\x06\x62iases\x18\x0c \x03(\x02\x12\x10\n\x08logprobs\x18\r \x01(\x08\x12\x17\n\x0fprompt_logprobs\x18\x0e \x01(\r\"1\n\x0cTokenLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"I\n\x10PositionLogprobs\x12\x0f\n\x07sampled\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.kvloom.v1.TokenLogprob\"\xab\x03\n\rClusterConfig\x12\n\n\x02tp\x18\x01 \x01(\r\x12\x0b\n\x03pcp\x18\x02 \x01(\r\x12\x0b\n\x03\x64\x63p\x18\x03 \x01(\r\x12\n\n\x02\x64p\x18\x04 \x01(\r\x12\x12\n\ninterleave\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x15\n\rmax_model_len\x18\x07 \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x08 \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\t \x01(\r\x12\x1f\n\x05merge\x18\n \x01(\x0e\x32\x10.kvloom.v1.Merge\x12\x13\n\x0bq_replicate\x18\x0b \x01(\x08\x12\r\n\x05\x64type\x18\x0c \x01(\t\x12\x16\n\x0ekv_cache_dtype\x18\r \x01(\t\x12\x12\n\nmodel_hash\x18\x0e \x01(\t\x12\x12\n\nmodel_name\x18\x0f \x01(\t\x12\x13\n\x0b\x63ollectives\x18\x10 \x01(\t\x12 \n\x18kv_cache_tokens_per_rank\x18\x11 \x01(\x04\x12\x1d\n\x15kv_cache_memory_bytes\x18\x12 \x01(\x04\x12\x18\n\x10protocol_version\x18\x13 \x01(\t*s\n\nDecodeMode\x12\x1b\n\x17\x44\x45\x43ODE_MODE_UNSPECIFIED\x10\x00\x12\x1a\n\x16\x44\x45\x43ODE_MODE_REPLICATED\x10\x01\x12\x15\n\x11\x44\x45\x43ODE_MODE_OWNER\x10\x02\x12\x15\n\x11\x44\x45\x43ODE_MODE_SPLIT\x10\x03*N\n\x06Gather\x12\x16\n\x12GATHER_UNSPECIFIED\x10\x00\x12\x0f\n\x0bGATHER_NONE\x10\x01\x12\x0c\n\x08GATHER_Q\x10\x02\x12\r\n\tGATHER_KV\x10\x03*>\n\x05Merge\x12\x15\n\x11MERGE_UNSPECIFIED\x10\x00\x12\r\n\tMERGE_A2A\x10\x01\x12\x0f\n\x0bMERGE_AG_RS\x10\x02\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'cp_wire.pb.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DECODEMODE']._serialized_start=723
-  _globals['_DECODEMODE']._serialized_end=838
-  _globals['_GATHER']._serialized_start=840
-  _globals['_GATHER']._serialized_end=918
-  _globals['_MERGE']._serialized_start=920
-  _globals['_MERGE']._serialized_end=982
-  _globals['_SAMPLINGPARAMS']._serialized_start=38
-  _globals['_SAMPLINGPARAMS']._serialized_end=165
-  _globals['_TOKENLOGPROB']._serialized_start=167
-  _globals['_TOKENLOGPROB']._serialized_end=216
-  _globals['_POSITIONLOGPROBS']._serialized_start=218
-  _globals['_POSITIONLOGPROBS']._serialized_end=291
-  _globals['_CLUSTERCONFIG']._serialized_start=294
-  _globals['_CLUSTERCONFIG']._serialized_end=721
+  _globals['_DECODEMODE']._serialized_start=903
+  _globals['_DECODEMODE']._serialized_end=1018
+  _globals['_GATHER']._serialized_start=1020
+  _globals['_GATHER']._serialized_end=1098
+  _globals['_MERGE']._serialized_start=1100
+  _globals['_MERGE']._serialized_end=1162
+  _globals['_SAMPLINGPARAMS']._serialized_start=39
+  _globals['_SAMPLINGPARAMS']._serialized_end=345
+  _globals['_TOKENLOGPROB']._serialized_start=347
+  _globals['_TOKENLOGPROB']._serialized_end=396
+  _globals['_POSITIONLOGPROBS']._serialized_start=398
+  _globals['_POSITIONLOGPROBS']._serialized_end=471
+  _globals['_CLUSTERCONFIG']._serialized_start=474
+  _globals['_CLUSTERCONFIG']._serialized_end=901
 # @@protoc_insertion_point(module_scope)

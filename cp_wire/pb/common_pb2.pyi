@@ -100,6 +100,14 @@ class SamplingParams(google.protobuf.message.Message):
     SEED_FIELD_NUMBER: builtins.int
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    BIAS_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    BIASES_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     temperature: builtins.float
     """0 = greedy (ties go to the lowest token id)."""
     top_p: builtins.float
@@ -110,10 +118,27 @@ class SamplingParams(google.protobuf.message.Message):
     """Draws are a pure function of (seed, output index)."""
     top_logprobs: builtins.int
     """Number of alternatives whose log-probabilities are returned with each token; 0 = none."""
+    min_p: builtins.float
+    """Drop tokens less likely than min_p times the likeliest; 0 = off."""
+    repetition_penalty: builtins.float
+    """Logits of tokens of prompt and output are divided by it when positive, multiplied when negative; 0 is read as 1 (off)."""
+    presence_penalty: builtins.float
+    """Subtracted once from the logits of output tokens, and once per occurrence; 0 = off."""
+    frequency_penalty: builtins.float
+    logprobs: builtins.bool
+    """Log-probabilities are reported with each token, also when top_logprobs is 0."""
+    prompt_logprobs: builtins.int
+    """Alternatives to report with each scored prompt token; the rows name the tokens to score."""
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Token ids that end the request; masked out by rows with `ban_stop`."""
 
+    @property
+    def bias_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Added to the logits of these tokens before anything else; one bias per id, ids ascending."""
+
+    @property
+    def biases(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]: ...
     def __init__(
         self,
         *,
@@ -123,8 +148,16 @@ class SamplingParams(google.protobuf.message.Message):
         seed: builtins.int = ...,
         top_logprobs: builtins.int = ...,
         stop_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        min_p: builtins.float = ...,
+        repetition_penalty: builtins.float = ...,
+        presence_penalty: builtins.float = ...,
+        frequency_penalty: builtins.float = ...,
+        bias_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        biases: collections.abc.Iterable[builtins.float] | None = ...,
+        logprobs: builtins.bool = ...,
+        prompt_logprobs: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bias_token_ids", b"bias_token_ids", "biases", b"biases", "frequency_penalty", b"frequency_penalty", "logprobs", b"logprobs", "min_p", b"min_p", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
 
 global___SamplingParams = SamplingParams
 
@@ -148,13 +181,14 @@ global___TokenLogprob = TokenLogprob
 
 @typing.final
 class PositionLogprobs(google.protobuf.message.Message):
-    """The log-probabilities of one output position, before temperature and truncation."""
+    """The log-probabilities of one position, those of the raw logits: before biases, penalties, temperature and truncation."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SAMPLED_FIELD_NUMBER: builtins.int
     TOP_FIELD_NUMBER: builtins.int
     sampled: builtins.float
+    """Of the token that stands there: drawn, or given by the prompt."""
     @property
     def top(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___TokenLogprob]: ...
     def __init__(

@@ -67,6 +67,22 @@ global___TokenPrompt = TokenPrompt
 class GenerateRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    @typing.final
+    class LogitBiasEntry(google.protobuf.message.Message):
+        DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: builtins.int
+        VALUE_FIELD_NUMBER: builtins.int
+        key: builtins.int
+        value: builtins.float
+        def __init__(
+            self,
+            *,
+            key: builtins.int = ...,
+            value: builtins.float = ...,
+        ) -> None: ...
+        def ClearField(self, field_name: typing.Literal["key", b"key", "value", b"value"]) -> None: ...
+
     REQUEST_ID_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
@@ -83,6 +99,14 @@ class GenerateRequest(google.protobuf.message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: builtins.int
     MODEL_FIELD_NUMBER: builtins.int
     CACHE_SALT_FIELD_NUMBER: builtins.int
+    MIN_P_FIELD_NUMBER: builtins.int
+    REPETITION_PENALTY_FIELD_NUMBER: builtins.int
+    PRESENCE_PENALTY_FIELD_NUMBER: builtins.int
+    FREQUENCY_PENALTY_FIELD_NUMBER: builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: builtins.int
+    LOGPROBS_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
+    N_FIELD_NUMBER: builtins.int
     request_id: builtins.str
     """Empty = the coordinator draws one."""
     text: builtins.str
@@ -104,6 +128,21 @@ class GenerateRequest(google.protobuf.message.Message):
     """Empty = the model that is served."""
     cache_salt: builtins.str
     """Separates the prefix cache of tenants; requests share cached prefixes only within one salt."""
+    min_p: builtins.float
+    """Absent or 0 = off, at most 1."""
+    repetition_penalty: builtins.float
+    """Absent or 1 = off, from 0.1 to 10; over prompt and output."""
+    presence_penalty: builtins.float
+    """Absent or 0 = off, from -2 to 2; over the output."""
+    frequency_penalty: builtins.float
+    logprobs: builtins.bool
+    """Report the log-probability of each token; implied by top_logprobs above 0."""
+    prompt_logprobs: builtins.int
+    """Present = score the prompt and report so many alternatives with each token, at most 20. The prefix cache is not used then."""
+    n: builtins.int
+    """Completions of the prompt, at most 16; absent = 1. Completion i draws with a seed that is a function of (seed, i) alone;
+    completion 0 draws with `seed` itself.
+    """
     @property
     def tokens(self) -> global___TokenPrompt: ...
     @property
@@ -112,6 +151,10 @@ class GenerateRequest(google.protobuf.message.Message):
     def stop(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def stop_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def logit_bias(self) -> google.protobuf.internal.containers.ScalarMap[builtins.int, builtins.float]:
+        """Token id to what is added to its logit, from -100 to 100; at most 300 entries."""
+
     def __init__(
         self,
         *,
@@ -131,13 +174,33 @@ class GenerateRequest(google.protobuf.message.Message):
         top_logprobs: builtins.int | None = ...,
         model: builtins.str = ...,
         cache_salt: builtins.str = ...,
+        min_p: builtins.float | None = ...,
+        repetition_penalty: builtins.float | None = ...,
+        presence_penalty: builtins.float | None = ...,
+        frequency_penalty: builtins.float | None = ...,
+        logit_bias: collections.abc.Mapping[builtins.int, builtins.float] | None = ...,
+        logprobs: builtins.bool = ...,
+        prompt_logprobs: builtins.int | None = ...,
+        n: builtins.int | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "chat", b"chat", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "prompt", b"prompt", "seed", b"seed", "temperature", b"temperature", "text", b"text", "tokens", b"tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_max_tokens", b"_max_tokens", "_min_tokens", b"_min_tokens", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chat", b"chat", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_tokens", b"min_tokens", "model", b"model", "prompt", b"prompt", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "text", b"text", "tokens", b"tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "chat", b"chat", "frequency_penalty", b"frequency_penalty", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "n", b"n", "presence_penalty", b"presence_penalty", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "seed", b"seed", "temperature", b"temperature", "text", b"text", "tokens", b"tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_frequency_penalty", b"_frequency_penalty", "_max_tokens", b"_max_tokens", "_min_p", b"_min_p", "_min_tokens", b"_min_tokens", "_n", b"_n", "_presence_penalty", b"_presence_penalty", "_prompt_logprobs", b"_prompt_logprobs", "_repetition_penalty", b"_repetition_penalty", "_seed", b"_seed", "_temperature", b"_temperature", "_top_k", b"_top_k", "_top_logprobs", b"_top_logprobs", "_top_p", b"_top_p", "cache_salt", b"cache_salt", "chat", b"chat", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprobs", b"logprobs", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "model", b"model", "n", b"n", "presence_penalty", b"presence_penalty", "prompt", b"prompt", "prompt_logprobs", b"prompt_logprobs", "repetition_penalty", b"repetition_penalty", "request_id", b"request_id", "seed", b"seed", "stop", b"stop", "stop_token_ids", b"stop_token_ids", "temperature", b"temperature", "text", b"text", "tokens", b"tokens", "top_k", b"top_k", "top_logprobs", b"top_logprobs", "top_p", b"top_p"]) -> None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_frequency_penalty", b"_frequency_penalty"]) -> typing.Literal["frequency_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_max_tokens", b"_max_tokens"]) -> typing.Literal["max_tokens"] | None: ...
     @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_min_p", b"_min_p"]) -> typing.Literal["min_p"] | None: ...
+    @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_min_tokens", b"_min_tokens"]) -> typing.Literal["min_tokens"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_n", b"_n"]) -> typing.Literal["n"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_presence_penalty", b"_presence_penalty"]) -> typing.Literal["presence_penalty"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]) -> typing.Literal["prompt_logprobs"] | None: ...
+    @typing.overload
+    def WhichOneof(self, oneof_group: typing.Literal["_repetition_penalty", b"_repetition_penalty"]) -> typing.Literal["repetition_penalty"] | None: ...
     @typing.overload
     def WhichOneof(self, oneof_group: typing.Literal["_seed", b"_seed"]) -> typing.Literal["seed"] | None: ...
     @typing.overload
@@ -160,22 +223,26 @@ class GenerateResponse(google.protobuf.message.Message):
     ACCEPTED_FIELD_NUMBER: builtins.int
     TOKENS_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: builtins.int
     @property
     def accepted(self) -> global___Accepted: ...
     @property
     def tokens(self) -> global___Tokens: ...
     @property
     def finished(self) -> global___Finished: ...
+    @property
+    def prompt_logprobs(self) -> global___PromptLogprobs: ...
     def __init__(
         self,
         *,
         accepted: global___Accepted | None = ...,
         tokens: global___Tokens | None = ...,
         finished: global___Finished | None = ...,
+        prompt_logprobs: global___PromptLogprobs | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "tokens", b"tokens"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "tokens", b"tokens"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "tokens", "finished"] | None: ...
+    def HasField(self, field_name: typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["accepted", b"accepted", "event", b"event", "finished", b"finished", "prompt_logprobs", b"prompt_logprobs", "tokens", b"tokens"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["event", b"event"]) -> typing.Literal["accepted", "tokens", "finished", "prompt_logprobs"] | None: ...
 
 global___GenerateResponse = GenerateResponse
 
@@ -209,8 +276,11 @@ class Tokens(google.protobuf.message.Message):
     TOKEN_IDS_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
     LOGPROBS_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
     text: builtins.str
     """Text that became certain with these tokens; never part of a character, never part of a stop string."""
+    index: builtins.int
+    """Completion that the tokens belong to, from 0."""
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -221,10 +291,35 @@ class Tokens(google.protobuf.message.Message):
         token_ids: collections.abc.Iterable[builtins.int] | None = ...,
         text: builtins.str = ...,
         logprobs: collections.abc.Iterable[cp_wire.pb.common_pb2.PositionLogprobs] | None = ...,
+        index: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["index", b"index", "logprobs", b"logprobs", "text", b"text", "token_ids", b"token_ids"]) -> None: ...
 
 global___Tokens = Tokens
+
+@typing.final
+class PromptLogprobs(google.protobuf.message.Message):
+    """A piece of the prompt's log-probabilities; the pieces come in order and without gaps."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    START_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
+    start: builtins.int
+    """Prompt position of the first entry."""
+    @property
+    def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[cp_wire.pb.common_pb2.PositionLogprobs]:
+        """The entry of position 0 is empty: nothing comes before it."""
+
+    def __init__(
+        self,
+        *,
+        start: builtins.int = ...,
+        positions: collections.abc.Iterable[cp_wire.pb.common_pb2.PositionLogprobs] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["positions", b"positions", "start", b"start"]) -> None: ...
+
+global___PromptLogprobs = PromptLogprobs
 
 @typing.final
 class Route(google.protobuf.message.Message):
@@ -266,15 +361,23 @@ class Finished(google.protobuf.message.Message):
     CACHED_TOKENS_FIELD_NUMBER: builtins.int
     RECOMPUTED_TOKENS_FIELD_NUMBER: builtins.int
     ROUTE_FIELD_NUMBER: builtins.int
+    COMPLETIONS_FIELD_NUMBER: builtins.int
     finish_reason: builtins.str
-    """stop, length or abort."""
+    """stop, length or abort; of several completions: abort when one of them was aborted, else completion 0's."""
     prompt_tokens: builtins.int
+    """The prompt counts once, however many completions it has."""
     completion_tokens: builtins.int
+    """Sum over the completions."""
     cached_tokens: builtins.int
+    """Prompt tokens that were cached before the request; what its completions share among themselves is not counted."""
     recomputed_tokens: builtins.int
-    """Tokens computed again after preemptions."""
+    """Tokens computed again after preemptions; sum over the completions."""
     @property
     def route(self) -> global___Route: ...
+    @property
+    def completions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CompletionEnd]:
+        """In order of their index."""
+
     def __init__(
         self,
         *,
@@ -284,11 +387,31 @@ class Finished(google.protobuf.message.Message):
         cached_tokens: builtins.int = ...,
         recomputed_tokens: builtins.int = ...,
         route: global___Route | None = ...,
+        completions: collections.abc.Iterable[global___CompletionEnd] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["route", b"route"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "route", b"route"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "completions", b"completions", "finish_reason", b"finish_reason", "prompt_tokens", b"prompt_tokens", "recomputed_tokens", b"recomputed_tokens", "route", b"route"]) -> None: ...
 
 global___Finished = Finished
+
+@typing.final
+class CompletionEnd(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FINISH_REASON_FIELD_NUMBER: builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: builtins.int
+    finish_reason: builtins.str
+    """stop, length or abort."""
+    completion_tokens: builtins.int
+    def __init__(
+        self,
+        *,
+        finish_reason: builtins.str = ...,
+        completion_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["completion_tokens", b"completion_tokens", "finish_reason", b"finish_reason"]) -> None: ...
+
+global___CompletionEnd = CompletionEnd
 
 @typing.final
 class AbortRequest(google.protobuf.message.Message):

@@ -371,14 +371,22 @@ class AdmittedRequest(google.protobuf.message.Message):
     SAMPLING_FIELD_NUMBER: builtins.int
     SHARD_OFFSET_FIELD_NUMBER: builtins.int
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
+    NUM_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    CACHED_TOKEN_IDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Unique over the life of the cluster; a request that resumes after a preemption is admitted anew."""
     shard_offset: builtins.int
     """Shard r lies on member (r + shard_offset) mod N."""
     num_cached_tokens: builtins.int
     """Tokens already in the cache (prefix hit); their blocks come with the first row."""
+    num_prompt_tokens: builtins.int
+    """Tokens from this position on are output."""
     @property
     def sampling(self) -> cp_wire.pb.common_pb2.SamplingParams: ...
+    @property
+    def cached_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """The cached tokens themselves, only for requests with penalties: no row will carry them."""
+
     def __init__(
         self,
         *,
@@ -386,9 +394,11 @@ class AdmittedRequest(google.protobuf.message.Message):
         sampling: cp_wire.pb.common_pb2.SamplingParams | None = ...,
         shard_offset: builtins.int = ...,
         num_cached_tokens: builtins.int = ...,
+        num_prompt_tokens: builtins.int = ...,
+        cached_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["handle", b"handle", "num_cached_tokens", b"num_cached_tokens", "sampling", b"sampling", "shard_offset", b"shard_offset"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_token_ids", b"cached_token_ids", "handle", b"handle", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "shard_offset", b"shard_offset"]) -> None: ...
 
 global___AdmittedRequest = AdmittedRequest
 
@@ -404,6 +414,8 @@ class StepRow(google.protobuf.message.Message):
     SAMPLE_FIELD_NUMBER: builtins.int
     OUTPUT_INDEX_FIELD_NUMBER: builtins.int
     BAN_STOP_FIELD_NUMBER: builtins.int
+    SCORE_START_FIELD_NUMBER: builtins.int
+    SCORE_TOKEN_IDS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     start: builtins.int
     """Absolute position of the first token = tokens whose KV is in the cache before the step."""
@@ -413,6 +425,10 @@ class StepRow(google.protobuf.message.Message):
     """Index of that draw in the request's output; the draw is a function of (seed, output_index)."""
     ban_stop: builtins.bool
     """Stop token ids may not be drawn (min_tokens)."""
+    score_start: builtins.int
+    """Prompt tokens whose log-probability given all tokens before is reported. The first one's position is `score_start`,
+    start + 1 or later; the last one's is start + number of row tokens or earlier.
+    """
     @property
     def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -423,6 +439,8 @@ class StepRow(google.protobuf.message.Message):
     def new_block_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """How many of them belong to each member; empty when there are none."""
 
+    @property
+    def score_token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -434,8 +452,10 @@ class StepRow(google.protobuf.message.Message):
         sample: builtins.bool = ...,
         output_index: builtins.int = ...,
         ban_stop: builtins.bool = ...,
+        score_start: builtins.int = ...,
+        score_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["ban_stop", b"ban_stop", "handle", b"handle", "new_block_counts", b"new_block_counts", "new_block_ids", b"new_block_ids", "output_index", b"output_index", "sample", b"sample", "start", b"start", "token_ids", b"token_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ban_stop", b"ban_stop", "handle", b"handle", "new_block_counts", b"new_block_counts", "new_block_ids", b"new_block_ids", "output_index", b"output_index", "sample", b"sample", "score_start", b"score_start", "score_token_ids", b"score_token_ids", "start", b"start", "token_ids", b"token_ids"]) -> None: ...
 
 global___StepRow = StepRow
 
@@ -447,6 +467,7 @@ class StepResult(google.protobuf.message.Message):
     SAMPLED_FIELD_NUMBER: builtins.int
     BLOCKS_IN_USE_FIELD_NUMBER: builtins.int
     COLLECTIVES_FIELD_NUMBER: builtins.int
+    SCORES_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     blocks_in_use: builtins.int
     """KV blocks the rank's block tables refer to, for cross-checks."""
@@ -456,6 +477,10 @@ class StepResult(google.protobuf.message.Message):
     def sampled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SampledToken]:
         """From the one rank that samples; empty from the others."""
 
+    @property
+    def scores(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptScores]:
+        """From the one rank that samples: one entry per row with `score_token_ids` that did not fail."""
+
     def __init__(
         self,
         *,
@@ -463,10 +488,32 @@ class StepResult(google.protobuf.message.Message):
         sampled: collections.abc.Iterable[global___SampledToken] | None = ...,
         blocks_in_use: builtins.int = ...,
         collectives: builtins.int = ...,
+        scores: collections.abc.Iterable[global___PromptScores] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_in_use", b"blocks_in_use", "collectives", b"collectives", "sampled", b"sampled", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_in_use", b"blocks_in_use", "collectives", b"collectives", "sampled", b"sampled", "scores", b"scores", "ticket", b"ticket"]) -> None: ...
 
 global___StepResult = StepResult
+
+@typing.final
+class PromptScores(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: builtins.int
+    POSITIONS_FIELD_NUMBER: builtins.int
+    handle: builtins.int
+    @property
+    def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[cp_wire.pb.common_pb2.PositionLogprobs]:
+        """In the order of the row's `score_token_ids`."""
+
+    def __init__(
+        self,
+        *,
+        handle: builtins.int = ...,
+        positions: collections.abc.Iterable[cp_wire.pb.common_pb2.PositionLogprobs] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "positions", b"positions"]) -> None: ...
+
+global___PromptScores = PromptScores
 
 @typing.final
 class SampledToken(google.protobuf.message.Message):
