@@ -57,10 +57,10 @@ class ExchangeGroup(ABC):
         with self._operation("all_reduce"):
             if self.size <= 2 or x.nbytes < SCATTERED_SUM_BYTES:
                 return sum_in_member_order(self._gather("all_reduce", x.contiguous()))
-            length = -(-x.numel() // self.size)
-            chunks = torch.zeros(self.size * length, dtype=x.dtype, device=x.device)
-            chunks[: x.numel()] = x.reshape(-1)
-            chunk = sum_in_member_order(self._swap("all_reduce", chunks.view(self.size, length)))
+            flat, padding = x.reshape(-1), -x.numel() % self.size
+            if padding:
+                flat = torch.cat((flat, flat.new_zeros(padding)))
+            chunk = sum_in_member_order(self._swap("all_reduce", flat.view(self.size, -1)))
             return self._gather("all_reduce", chunk).view(-1)[: x.numel()].view(x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from rank_server.collectives.table import backends
 from tests.rank_server.collectives.processes import DEADLINE_S, Start
 
 NAMES = ("gloo", "shm")
-NOTICED_S = {"gloo": 5.0, "shm": 1.0}
+NOTICED_S = {"gloo": 5.0, "shm": 2.0}
 """Bounds that hold on a busy machine; on an idle one gloo takes 60 ms and shm 20."""
 
 
@@ -38,10 +38,10 @@ def test_m1_a_killed_peer_frees_the_survivors_long_before_the_timeout(start: Sta
     assert [member.line() for member in members] == ["running"] * 3
     members[1].process.kill()
     killed = time.monotonic()
-    for member in (members[0], members[2]):
-        assert member.line().startswith("lost: group g, member")
-        assert time.monotonic() - killed < NOTICED_S[name]
-        assert member.process.wait(DEADLINE_S) == 0
+    survivors = (members[0], members[2])
+    assert all(member.line().startswith("lost: group g, member") for member in survivors)
+    assert time.monotonic() - killed < NOTICED_S[name]
+    assert [member.process.wait(DEADLINE_S) for member in survivors] == [0, 0]
 
 
 @pytest.mark.cluster
