@@ -18,7 +18,7 @@ def measure(client: Client, context: int, new_tokens: int, salt: str) -> dict[st
     prompt = [(i * 7919 + context) % 40000 + 100 for i in range(context)]
     options = {"max_tokens": new_tokens, "temperature": 0.0, "ignore_eos": True, "cache_salt": salt}
     done = client.complete(token_ids=prompt, **options)
-    times = client.status().step_times
+    times = client.status(last_steps=new_tokens - 2).step_times
     return {
         "tpot_ms": done.timing.tpot_ms or 0.0,
         "ttft_ms": done.timing.ttft_ms or 0.0,

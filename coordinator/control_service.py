@@ -13,7 +13,7 @@ class ControlServicer(coordinator_pb2_grpc.ControlServiceServicer):
 
     def __init__(
         self,
-        status: Callable[[], coordinator_pb2.GetStatusResponse],
+        status: Callable[[int], coordinator_pb2.GetStatusResponse],
         config: Callable[[], common_pb2.ClusterConfig],
         drain: Callable[[float], Awaitable[int]],
         changes: Changes,
@@ -27,7 +27,7 @@ class ControlServicer(coordinator_pb2_grpc.ControlServiceServicer):
         self, request: coordinator_pb2.GetStatusRequest, context: grpc.aio.ServicerContext
     ) -> coordinator_pb2.GetStatusResponse:
         """A snapshot."""
-        return self._status()
+        return self._status(request.last_steps)
 
     async def GetConfig(
         self, request: coordinator_pb2.GetConfigRequest, context: grpc.aio.ServicerContext
@@ -47,5 +47,5 @@ class ControlServicer(coordinator_pb2_grpc.ControlServiceServicer):
         """Never ends by itself; changes that come faster than the reader reads are merged."""
         seen = self._changes.version
         while True:
-            yield coordinator_pb2.WatchStatusResponse(status=self._status())
+            yield coordinator_pb2.WatchStatusResponse(status=self._status(0))
             seen = await self._changes.beyond(seen)

@@ -17,7 +17,7 @@ def cluster_state(sets: Sequence[RankSet], started: bool, draining: bool) -> str
 
 
 def cluster_status(
-    sets: Sequence[RankSet], config: common_pb2.ClusterConfig, state: str, num_shards: int
+    sets: Sequence[RankSet], config: common_pb2.ClusterConfig, state: str, num_shards: int, last_steps: int = 0
 ) -> coordinator_pb2.GetStatusResponse:
     """A snapshot; nothing in it can fail, and its cost does not depend on the requests."""
     schedulers = [home.engine.scheduler for home in sets if home.engine is not None]
@@ -33,7 +33,7 @@ def cluster_status(
         waiting=sum(scheduler.waiting for scheduler in schedulers),
         config=config,
         state=state,
-        step_times=StepMeter.merged([home.engine.meter for home in sets if home.engine is not None]).report(),
+        step_times=StepMeter.merged([home.engine.meter for home in sets if home.engine is not None], last_steps).report(),
         kv_capacity_tokens=sum(home.pool_blocks for home in sets) * num_shards * config.block_size,
     )
     status.prefix_cache.hit_unit_tokens = num_shards * config.block_size

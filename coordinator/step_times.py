@@ -26,13 +26,13 @@ class StepMeter:
         self._rank_s.append(rank_s)
 
     @classmethod
-    def merged(cls, meters: Sequence["StepMeter"]) -> "StepMeter":
-        """One meter over the steps of several sets; the plan size is the largest."""
+    def merged(cls, meters: Sequence["StepMeter"], last_steps: int = 0) -> "StepMeter":
+        """One meter over the last steps of several sets (0 = all remembered); the plan size is the largest."""
         whole = cls()
         whole._steps = sum(meter._steps for meter in meters)
         whole._plan_bytes = max((meter._plan_bytes for meter in meters), default=0)
-        whole._wall_s = deque(wall for meter in meters for wall in meter._wall_s)
-        whole._rank_s = deque(rank for meter in meters for rank in meter._rank_s)
+        whole._wall_s = deque(wall for meter in meters for wall in list(meter._wall_s)[-last_steps:])
+        whole._rank_s = deque(rank for meter in meters for rank in list(meter._rank_s)[-last_steps:])
         return whole
 
     def report(self) -> coordinator_pb2.StepTimes:

@@ -102,9 +102,10 @@ class AsyncClient:
         """Ends an active request; its stream ends with finish reason `abort`."""
         await _answer(self._inference.Abort(coordinator_pb2.AbortRequest(request_id=request_id), timeout=timeout))
 
-    async def status(self, *, timeout: float = UNARY_TIMEOUT_S) -> coordinator_pb2.GetStatusResponse:
-        """Ranks, groups, queue lengths and the effective configuration."""
-        return await _answer(self._control.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=timeout))
+    async def status(self, *, last_steps: int = 0, timeout: float = UNARY_TIMEOUT_S) -> coordinator_pb2.GetStatusResponse:
+        """Ranks, groups, queue lengths and the effective configuration; see `Client.status`."""
+        request = coordinator_pb2.GetStatusRequest(last_steps=last_steps)
+        return await _answer(self._control.GetStatus(request, timeout=timeout))
 
     async def drain(self, deadline_s: float = 30.0) -> int:
         """Stops admission, waits up to `deadline_s` for the accepted requests; returns how many were ended early."""

@@ -98,10 +98,13 @@ class Client:
         with _typed_errors():
             self._inference.Abort(coordinator_pb2.AbortRequest(request_id=request_id), timeout=timeout)
 
-    def status(self, *, timeout: float = UNARY_TIMEOUT_S) -> coordinator_pb2.GetStatusResponse:
-        """Ranks, groups, queue lengths and the effective configuration."""
+    def status(self, *, last_steps: int = 0, timeout: float = UNARY_TIMEOUT_S) -> coordinator_pb2.GetStatusResponse:
+        """Ranks, groups, queue lengths and the effective configuration.
+
+        last_steps: how many steps of each set the step times are taken over, 0 = all that are remembered.
+        """
         with _typed_errors():
-            return self._control.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=timeout)
+            return self._control.GetStatus(coordinator_pb2.GetStatusRequest(last_steps=last_steps), timeout=timeout)
 
     def drain(self, deadline_s: float = 30.0) -> int:
         """Stops admission, waits up to `deadline_s` for the accepted requests; returns how many were ended early."""

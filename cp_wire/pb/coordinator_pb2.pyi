@@ -442,9 +442,15 @@ global___AbortResponse = AbortResponse
 class GetStatusRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
+    LAST_STEPS_FIELD_NUMBER: builtins.int
+    last_steps: builtins.int
+    """Steps of each set that `step_times` is taken over, newest first; 0 = all that are remembered."""
     def __init__(
         self,
+        *,
+        last_steps: builtins.int = ...,
     ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["last_steps", b"last_steps"]) -> None: ...
 
 global___GetStatusRequest = GetStatusRequest
 
@@ -528,7 +534,7 @@ class StepTimes(google.protobuf.message.Message):
     LAST_PLAN_BYTES_FIELD_NUMBER: builtins.int
     steps: builtins.int
     step_ms: builtins.float
-    """Medians over the last steps: whole step on the coordinator, slowest rank's own time, their difference."""
+    """Medians over the last steps, see GetStatusRequest.last_steps: whole step on the coordinator, slowest rank's own time, their difference."""
     rank_ms: builtins.float
     overhead_ms: builtins.float
     last_plan_bytes: builtins.int

@@ -121,3 +121,13 @@ def test_failing_row_leaves_the_others_alone():
     assert [result.finished for result in results] == ["error", None]
     assert "RuntimeError" in results[0].error
     assert to_text([TextRow(broken, 1)]) == []
+
+
+def test_step_times_of_the_last_steps_do_not_see_the_ones_before():
+    """A benchmark asks for its own steps: 448 steps of 1 ms overhead may not hide 64 of 11 ms."""
+    meter = StepMeter()
+    for overhead_s in [0.001] * 448 + [0.011] * 64:
+        meter.record(0.1 + overhead_s, 0.1, plan_bytes=13)
+    assert StepMeter.merged([meter], 64).report().overhead_ms == pytest.approx(11)
+    assert StepMeter.merged([meter]).report().overhead_ms == pytest.approx(1)
+    assert StepMeter.merged([meter], 10_000).report().steps == 512
