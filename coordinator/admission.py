@@ -3,19 +3,20 @@
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from random import Random
 
 from coordinator.limits import Limits
+from coordinator.plan import Sampling
 from coordinator.prepare import prepare
 from coordinator.rank_set import RankSet
 from coordinator.request import Request
 from coordinator.scheduler_types import QueueFull
+from coordinator.seeds import SeedSource
 from coordinator.stream import RequestStream
 from coordinator.tasks import Changes
 from coordinator.text_rows import LiveRequest
 from coordinator.text_worker import TextWorker
 from cp_wire.errors import Duplicate, Exhausted, InvalidRequest, Unavailable, Unknown
-from cp_wire.pb import coordinator_pb2
+from cp_wire.pb import common_pb2, coordinator_pb2
 
 MAX_ID_CHARS = 256
 RETRY_AFTER_S = 1.0
@@ -27,19 +28,9 @@ class Accepted:
 
     request_id: str
     stream: RequestStream = field(default_factory=RequestStream)
-    live: LiveRequest | None = None
+    lives: tuple[LiveRequest, ...] = ()
+    """One per completion, once they are made; they share the prompt and the stream."""
     home: RankSet | None = None
-
-
-class SeedSource:
-    """Seeds for requests that bring none: unpredictable, or a fixed sequence when the operator gave a seed."""
-
-    def __init__(self, seed: int | None) -> None:
-        self._bits: Callable[[int], int] = secrets.randbits if seed is None else Random(seed).getrandbits
-
-    def draw(self) -> int:
-        """64 bits."""
-        return self._bits(64)
 
 
 class Admission:
@@ -103,8 +94,9 @@ class Admission:
         self.changes.announce()
 
     def _withdraw(self, accepted: Accepted) -> None:
-        if accepted.live is not None and accepted.home is not None and accepted.home.engine is not None:
-            accepted.home.engine.abort(accepted.live.request.handle)
+        if accepted.home is not None and accepted.home.engine is not None:
+            for live in accepted.lives:
+                accepted.home.engine.abort(live.request.handle)
 
     def _take_id(self, wire: coordinator_pb2.GenerateRequest) -> Accepted:
         request_id = wire.request_id or secrets.token_hex(8)
@@ -123,27 +115,37 @@ class Admission:
         home = self._pick()
         seed = wire.seed if wire.HasField("seed") else self._seeds.draw()
         limits = self._limits(home)
-        prompt, sampling = await self._text.encode(lambda text: prepare(wire, text, limits, seed))
+        prompt, samplings = await self._text.encode(lambda text: prepare(wire, text, limits, seed))
         if self.closed or not home.ready:
             raise Unavailable("the request's ranks were lost while it was tokenised", retry_after_s=RETRY_AFTER_S)
         accepted.home, engine = home, home.engine
-        accepted.live = LiveRequest(
-            Request(
+        accepted.lives = self._completions(accepted, prompt, samplings, wire)
+        if accepted.stream.ended or engine is None:
+            return
+        if samplings[0].prompt_logprobs is not None:
+            accepted.stream.put_prompt(0, [common_pb2.PositionLogprobs()])
+        try:
+            engine.submit(*accepted.lives)
+        except QueueFull as full:
+            raise Exhausted(str(full), retry_after_s=RETRY_AFTER_S) from None
+
+    def _completions(
+        self, accepted: Accepted, prompt: list[int], samplings: Sequence[Sampling], wire: coordinator_pb2.GenerateRequest
+    ) -> tuple[LiveRequest, ...]:
+        """The first one computes the prompt; the others follow it."""
+        accepted.stream.expect(len(samplings))
+        lives: list[LiveRequest] = []
+        for index, sampling in enumerate(samplings):
+            request = Request(
                 handle=next(self._handles),
                 request_id=accepted.request_id,
                 prompt=prompt,
                 sampling=sampling,
                 salt=wire.cache_salt.encode(),
-            ),
-            self._text.text.detokenizer(wire.stop),
-            accepted.stream,
-        )
-        if accepted.stream.ended or engine is None:
-            return
-        try:
-            engine.submit(accepted.live)
-        except QueueFull as full:
-            raise Exhausted(str(full), retry_after_s=RETRY_AFTER_S) from None
+                leader=lives[0].request if lives else None,
+            )
+            lives.append(LiveRequest(request, self._text.text.detokenizer(wire.stop), accepted.stream, index))
+        return tuple(lives)
 
     def _pick(self) -> RankSet:
         if self.closed:

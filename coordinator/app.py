@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from coordinator.admission import Admission, SeedSource
+from coordinator.admission import Admission
 from coordinator.cluster import SchedulingSet, scheduling_sets
 from coordinator.control_service import ControlServicer
 from coordinator.dispatch import Dispatcher
@@ -19,6 +19,7 @@ from coordinator.predict import StepPredictor, prior_seconds_per_token
 from coordinator.rank_set import RankSet
 from coordinator.registry import RegistryServicer
 from coordinator.scheduler import Scheduler, SchedulerConfig
+from coordinator.seeds import SeedSource
 from coordinator.settings import MAX_WAITING, grid_of, layout_of
 from coordinator.status import cluster_state, cluster_status
 from coordinator.tasks import Background, Changes
@@ -119,10 +120,10 @@ class Coordinator:
             return self.admission.end_all(Unavailable("the server is shutting down"))
         return 0
 
-    def status(self) -> coordinator_pb2.GetStatusResponse:
-        """A snapshot."""
+    def status(self, last_steps: int = 0) -> coordinator_pb2.GetStatusResponse:
+        """A snapshot; last_steps: what its step times are taken over, 0 = all that are remembered."""
         state = cluster_state(self.sets, self._started.is_set(), self.admission.closed)
-        return cluster_status(self.sets, self.effective_config(), state, self._layout.num_shards)
+        return cluster_status(self.sets, self.effective_config(), state, self._layout.num_shards, last_steps)
 
     def effective_config(self) -> common_pb2.ClusterConfig:
         """The configuration in force; once the pools exist it states their size."""

@@ -2,13 +2,13 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from time import perf_counter
 
 from coordinator.dispatch import Dispatcher
 from coordinator.faults import BadAnswer, CommandTimedOut
 from coordinator.lane import Lane
+from coordinator.outcome import Outcome, put_together
 from coordinator.plan import ScheduledStep
 from coordinator.predict import StepPredictor
 from coordinator.scheduler import Progress, Scheduler
@@ -18,24 +18,13 @@ from coordinator.text_worker import TextWorker
 from coordinator.timings import Timings
 from coordinator.wire_plan import to_step_plan
 from cp_wire.errors import Internal, KvloomError
-from cp_wire.pb import common_pb2, rank_pb2
+from cp_wire.pb import rank_pb2
 
 MAX_TEXT_BACKLOG = 64
 """Steps whose text may be outstanding before the engine waits for the text thread."""
 
 SAFETY = 4
 """Times the predicted step that a step may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """What the ranks answered to one step, put together."""
-
-    sampled: Mapping[int, int]
-    failed: Mapping[int, str]
-    logprobs: Mapping[int, common_pb2.PositionLogprobs]
-    rank_s: float
-    """The slowest rank's own time."""
 
 
 class Engine:
@@ -71,10 +60,11 @@ class Engine:
         """Requests that run or wait."""
         return len(self._live)
 
-    def submit(self, live: LiveRequest) -> None:
-        """Queues a request; raises scheduler.QueueFull."""
-        self.scheduler.add(live.request)
-        self._live[live.request.handle] = live
+    def submit(self, *lives: LiveRequest) -> None:
+        """Queues the completions of a prompt, all or none; raises scheduler.QueueFull."""
+        self.scheduler.add(*(live.request for live in lives))
+        for live in lives:
+            self._live[live.request.handle] = live
         self._work.set()
 
     def abort(self, handle: int) -> None:
@@ -115,7 +105,8 @@ class Engine:
                 self._hand_over()
                 results = await _collect(lanes, answers, timeout_s + self._timings.step_margin_s)
             self._check_tables(tables, lanes, results)
-            outcome = _put_together(step, ticket, lanes, results)
+            outcome = put_together(step, ticket, lanes, results)
+            self._deliver_scores(step, outcome)
             self._committed = self._rows(self.scheduler.commit(step, outcome.sampled, outcome.failed), outcome)
             self._predictor.observe(step.num_tokens, outcome.rank_s)
             self.meter.record(perf_counter() - started, outcome.rank_s, plan.ByteSize())
@@ -131,6 +122,13 @@ class Engine:
                 raise BadAnswer(
                     lane.rank, f"its block tables hold {response.step.blocks_in_use} blocks, they should hold {tables[member]}"
                 )
+
+    def _deliver_scores(self, step: ScheduledStep, outcome: Outcome) -> None:
+        """Before the step's tokens: these take the way through the text thread."""
+        for row in step.rows:
+            positions, live = outcome.scores.get(row.handle), self._live.get(row.handle)
+            if positions and live is not None:
+                live.stream.put_prompt(row.score_start, positions)
 
     def _rows(self, progress: Sequence[Progress], outcome: Outcome) -> list[TextRow]:
         rows = []
@@ -152,7 +150,7 @@ class Engine:
         self._text_backlog.popleft()
         for result in results:
             live, handle = result.live, result.live.request.handle
-            live.stream.put(result.token_ids, result.text, result.logprobs)
+            live.stream.put(result.token_ids, result.text, result.logprobs, live.index)
             if result.finished is None:
                 continue
             self._live.pop(handle, None)
@@ -163,7 +161,7 @@ class Engine:
             if result.finished == "error":
                 live.stream.fail(Internal(result.error or "the request failed"))
             else:
-                live.stream.finish(result.finished)
+                live.stream.complete(live.index, result.finished)
 
 
 async def _collect(
@@ -176,26 +174,3 @@ async def _collect(
     except TimeoutError:
         late = [lane.rank for lane, answer in zip(lanes, answers, strict=True) if answer.cancelled()]
         raise CommandTimedOut(late[0], f"no result of a step within {timeout_s:.1f} s") from None
-
-
-def _put_together(
-    step: ScheduledStep, ticket: int, lanes: Sequence[Lane], responses: Sequence[rank_pb2.ExecuteResponse]
-) -> Outcome:
-    sampled: dict[int, int] = {}
-    failed: dict[int, str] = {}
-    logprobs: dict[int, common_pb2.PositionLogprobs] = {}
-    for lane, response in zip(lanes, responses, strict=True):
-        if response.step.ticket != ticket:
-            raise BadAnswer(lane.rank, f"the result of step {ticket} says step {response.step.ticket}")
-        for token in response.step.sampled:
-            if token.error:
-                failed[token.handle] = token.error
-                continue
-            if sampled.setdefault(token.handle, token.token_id) != token.token_id:
-                raise BadAnswer(lane.rank, f"step {ticket} was sampled twice with different tokens")
-            if token.HasField("logprobs"):
-                logprobs[token.handle] = token.logprobs
-    wanted = {row.handle for row in step.rows if row.sample}
-    if wanted != sampled.keys() | failed.keys():
-        raise BadAnswer(lanes[0].rank, f"step {ticket} wanted {len(wanted)} draws and got {len(sampled) + len(failed)} others")
-    return Outcome(sampled, failed, logprobs, max(response.worker_us for response in responses) / 1e6)

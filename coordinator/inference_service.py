@@ -4,6 +4,7 @@ import grpc.aio
 
 from coordinator.admission import Accepted, Admission
 from coordinator.route import static_route
+from coordinator.stream import Chunk, PromptChunk
 from cp_wire.errors import Internal, KvloomError, abort
 from cp_wire.logs import get_logger
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
@@ -43,28 +44,42 @@ class InferenceServicer(coordinator_pb2_grpc.InferenceServiceServicer):
         try:
             await context.write(coordinator_pb2.GenerateResponse(accepted=_accepted(accepted)))
             while (chunk := await accepted.stream.next()) is not None:
-                tokens = coordinator_pb2.Tokens(token_ids=chunk.token_ids, text=chunk.text, logprobs=chunk.logprobs)
-                await context.write(coordinator_pb2.GenerateResponse(tokens=tokens))
+                await context.write(_output(chunk))
             await context.write(coordinator_pb2.GenerateResponse(finished=self._finished(accepted)))
         finally:
             self._admission.release(accepted)
 
     def _finished(self, accepted: Accepted) -> coordinator_pb2.Finished:
+        stream, lives = accepted.stream, accepted.lives
         finished = coordinator_pb2.Finished(
-            finish_reason=accepted.stream.finish_reason or "", completion_tokens=accepted.stream.num_tokens
+            finish_reason=stream.finish_reason or "",
+            completion_tokens=sum(stream.counts),
+            completions=[
+                coordinator_pb2.CompletionEnd(finish_reason=stream.reasons[index], completion_tokens=count)
+                for index, count in enumerate(stream.counts)
+            ],
         )
-        if accepted.live is not None and accepted.home is not None:
-            request = accepted.live.request
-            finished.prompt_tokens = len(request.prompt)
-            finished.cached_tokens = request.num_cached_tokens
-            finished.recomputed_tokens = request.num_recomputed
+        if lives and accepted.home is not None:
+            first = lives[0].request
+            finished.prompt_tokens = len(first.prompt)
+            finished.cached_tokens = first.num_cached_tokens
+            finished.recomputed_tokens = sum(live.request.num_recomputed for live in lives)
             finished.route.CopyFrom(static_route(accepted.home.spec.ranks, self._num_shards))
         return finished
 
 
 def _accepted(accepted: Accepted) -> coordinator_pb2.Accepted:
     event = coordinator_pb2.Accepted(request_id=accepted.request_id)
-    if accepted.live is not None:
-        event.prompt_tokens = len(accepted.live.request.prompt)
-        event.seed = accepted.live.request.sampling.seed
+    if accepted.lives:
+        first = accepted.lives[0].request
+        event.prompt_tokens = len(first.prompt)
+        event.seed = first.sampling.seed
     return event
+
+
+def _output(chunk: Chunk | PromptChunk) -> coordinator_pb2.GenerateResponse:
+    if isinstance(chunk, PromptChunk):
+        prompt_logprobs = coordinator_pb2.PromptLogprobs(start=chunk.start, positions=chunk.positions)
+        return coordinator_pb2.GenerateResponse(prompt_logprobs=prompt_logprobs)
+    tokens = coordinator_pb2.Tokens(token_ids=chunk.token_ids, text=chunk.text, logprobs=chunk.logprobs, index=chunk.index)
+    return coordinator_pb2.GenerateResponse(tokens=tokens)

@@ -82,10 +82,12 @@ class KvBlocks:
     def place(self, request: Request) -> Placement:
         """Prefix hit and shard offset for a request that holds nothing; changes nothing.
 
-        A hit decides the offset; without one it is the roomiest.
+        A hit decides the offset; without one it is the roomiest. Prompt tokens that are still to be scored are no hit, they
+        have to be computed (F13).
         """
         length = request.num_known
-        hit = self._cache.longest(self._chain(request, reusable_tokens(length, self._layout) // self._unit_tokens))
+        reusable = reusable_tokens(request.num_scored if request.is_unscored else length, self._layout)
+        hit = self._cache.longest(self._chain(request, reusable // self._unit_tokens))
         offset = hit.shard_offset if hit.units else roomiest_offset(self._layout, length, self.free_blocks)
         needed = blocks_by_member(self._layout, length, offset)
         for member, block in (place for unit in hit.units for place in unit):

@@ -1,6 +1,6 @@
 """What a request may ask for. Everything that could never be served is refused here, before anything is reserved."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.plan import Sampling
@@ -16,6 +16,14 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
 MAX_TOP_LOGPROBS = 20
+MAX_PROMPT_LOGPROB_VALUES = 1 << 22
+"""Prompt tokens × (1 + alternatives) of a request whose prompt is scored: what may wait for a slow client."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.1, 10.0
+MAX_PENALTY = 2.0
+"""Largest presence or frequency penalty, either sign."""
+MAX_LOGIT_BIAS = 100.0
+MAX_LOGIT_BIASES = 300
+MAX_COMPLETIONS = 16
 MAX_VALUE_CHARS = 64
 """Characters of a refused value that a message repeats."""
 
@@ -63,23 +71,28 @@ class Limits:
         stop: Sequence[str] = (),
         stop_token_ids: Sequence[int] = (),
         ignore_eos: bool = False,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        presence_penalty: float | None = None,
+        frequency_penalty: float | None = None,
+        logit_bias: Mapping[int, float] | None = None,
+        logprobs: bool = False,
+        prompt_logprobs: int | None = None,
     ) -> Sampling:
         """Sampling parameters of an acceptable request; `RequestRefused` otherwise. None = the default.
 
-        max_tokens defaults to 256, or to what max_model_len and the pool leave beside the prompt; temperature and top_p to
-        1, the others to 0 (off). A missing seed is the caller's to draw.
+        max_tokens defaults to 256, or to what max_model_len and the pool leave beside the prompt; temperature, top_p and
+        repetition_penalty to 1, the others to 0 (off). A missing seed is the caller's to draw.
         """
         self._check_prompt(prompt)
         max_tokens = self._max_tokens(len(prompt), max_tokens)
         temperature = 1.0 if temperature is None else temperature
-        if not 0 <= temperature <= MAX_TEMPERATURE:
-            raise RequestRefused("temperature", temperature, f"a number from 0 to {MAX_TEMPERATURE:g}")
         top_p = 1.0 if top_p is None else top_p
         if not 0 < top_p <= 1:
             raise RequestRefused("top_p", top_p, "a number above 0 and at most 1")
         _check_stop(stop)
         return Sampling(
-            temperature=temperature,
+            temperature=_number("temperature", temperature, 0, MAX_TEMPERATURE),
             top_p=top_p,
             top_k=_bounded("top_k", top_k or 0, 0, MAX_INT),
             seed=_bounded("seed", seed, 0, MAX_SEED),
@@ -87,6 +100,18 @@ class Limits:
             stop_token_ids=self._stop_token_ids(stop_token_ids, ignore_eos),
             min_tokens=_bounded("min_tokens", min_tokens or 0, 0, max_tokens),
             max_tokens=max_tokens,
+            min_p=_number("min_p", min_p or 0.0, 0, 1),
+            repetition_penalty=_number(
+                "repetition_penalty",
+                1.0 if repetition_penalty is None else repetition_penalty,
+                MIN_REPETITION_PENALTY,
+                MAX_REPETITION_PENALTY,
+            ),
+            presence_penalty=_number("presence_penalty", presence_penalty or 0.0, -MAX_PENALTY, MAX_PENALTY),
+            frequency_penalty=_number("frequency_penalty", frequency_penalty or 0.0, -MAX_PENALTY, MAX_PENALTY),
+            logit_bias=self._logit_bias(logit_bias or {}),
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs(len(prompt), prompt_logprobs),
         )
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:
@@ -131,6 +156,35 @@ class Limits:
             _bounded("stop_token_ids", token, 0, self.vocab_size - 1)
         ends = (*stop_token_ids, *(() if ignore_eos else self.eos_token_ids))
         return tuple(dict.fromkeys(ends))
+
+    def _logit_bias(self, logit_bias: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+        if len(logit_bias) > MAX_LOGIT_BIASES:
+            raise RequestRefused("logit_bias", f"{len(logit_bias)} entries", f"at most {MAX_LOGIT_BIASES} entries")
+        for token, bias in logit_bias.items():
+            _bounded("logit_bias token id", token, 0, self.vocab_size - 1)
+            _number("logit_bias", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+        return tuple(sorted(logit_bias.items()))
+
+    def _prompt_logprobs(self, prompt_len: int, prompt_logprobs: int | None) -> int | None:
+        if prompt_logprobs is None:
+            return None
+        _bounded("prompt_logprobs", prompt_logprobs, 0, self.max_top_logprobs)
+        most = MAX_PROMPT_LOGPROB_VALUES // (1 + prompt_logprobs)
+        if prompt_len > most:
+            raise RequestRefused("prompt_logprobs", prompt_logprobs, f"smaller, or the prompt at most {most} tokens")
+        return prompt_logprobs
+
+
+def completions(n: int | None) -> int:
+    """Completions that a request asks for; None = 1."""
+    return _bounded("n", 1 if n is None else n, 1, MAX_COMPLETIONS)
+
+
+def _number(field: str, value: float, low: float, high: float) -> float:
+    """The value, if low ≤ value ≤ high; a NaN is refused."""
+    if not low <= value <= high:
+        raise RequestRefused(field, value, f"a number from {low:g} to {high:g}")
+    return value
 
 
 def _bounded(field: str, value: int, low: int, high: int) -> int:

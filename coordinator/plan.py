@@ -16,6 +16,21 @@ class Sampling:
     """Ids that end the request, end-of-sequence ids included unless they are ignored."""
     min_tokens: int = 0
     max_tokens: int = 256
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), ids ascending."""
+    logprobs: bool = False
+    """Log-probabilities go with each token even when no alternatives do."""
+    prompt_logprobs: int | None = None
+    """Alternatives to report with each prompt token; None = the prompt is not scored."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a draw depends on the tokens before it, beyond what the model makes of them."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +41,9 @@ class Admission:
     sampling: Sampling
     shard_offset: int
     num_cached_tokens: int
+    num_prompt_tokens: int
+    cached_token_ids: tuple[int, ...] = ()
+    """The cached tokens, for requests whose draws count tokens: no row will carry them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +58,10 @@ class Row:
     sample: bool
     output_index: int
     ban_stop: bool
+    score_start: int = 0
+    """Position of the first prompt token to score; start < score_start ≤ start + q."""
+    score_token_ids: tuple[int, ...] = ()
+    """The prompt tokens at score_start … whose log-probability is reported."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,11 @@
 """Text becomes token ids and every limit is checked: work for the prompts' thread, a long prompt takes its time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from coordinator.limits import Limits, RequestRefused
+from coordinator.limits import Limits, RequestRefused, completions
 from coordinator.plan import Sampling
+from coordinator.seeds import completion_seed
 from coordinator.text import MAX_MESSAGES
 from coordinator.text_errors import TextRefused
 from coordinator.text_worker import Text
@@ -14,31 +16,50 @@ from cp_wire.pb import coordinator_pb2
 MAX_CHARS_PER_TOKEN = 256
 """Text longer than this many characters per token of max_model_len is refused untokenised."""
 
-OPTIONAL = ("max_tokens", "temperature", "top_p", "top_k", "min_tokens", "top_logprobs")
+OPTIONAL = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_tokens",
+    "top_logprobs",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "prompt_logprobs",
+)
 """Fields whose absence means a default."""
 
 log = get_logger("coordinator.prepare")
 
 
-def prepare(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits, seed: int) -> tuple[list[int], Sampling]:
-    """Prompt and sampling parameters of a request; raises InvalidRequest, or Internal for a fault of the text edge.
+def prepare(
+    wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits, seed: int
+) -> tuple[list[int], tuple[Sampling, ...]]:
+    """Prompt of a request and the sampling parameters of each of its completions.
 
-    Counts are looked at before anything is copied. seed: the request's, or the one drawn for it.
+    Raises InvalidRequest, or Internal for a fault of the text edge. Counts are looked at before anything is copied. seed: the
+    request's, or the one drawn for it. The prompt is scored once, with completion 0.
     """
     try:
+        count = completions(wire.n if wire.HasField("n") else None)
         prompt = _tokens(wire, text, limits)
         given = {spec.name: value for spec, value in wire.ListFields() if spec.name in OPTIONAL}
-        sampling = limits.validate(
+        first = limits.validate(
             prompt,
             seed=seed,
             **given,
             stop=wire.stop,
             stop_token_ids=wire.stop_token_ids,
             ignore_eos=wire.ignore_eos,
+            logit_bias=wire.logit_bias,
+            logprobs=wire.logprobs,
         )
     except (RequestRefused, TextRefused) as refusal:
         raise InvalidRequest(refusal.field, refusal.value, f"it must be {refusal.limit}") from None
-    return prompt, sampling
+    others = (replace(first, seed=completion_seed(seed, index), prompt_logprobs=None) for index in range(1, count))
+    return prompt, (first, *others)
 
 
 def _tokens(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits) -> list[int]:

@@ -90,11 +90,26 @@ class Request:
     error: str | None = None
     shard_offset: int = 0
     """Shard r lies on member (r + shard_offset) mod N; chosen at each admission."""
+    leader: "Request | None" = None
+    """Another completion of the same prompt, which computes it: this one waits to find it in the prefix cache."""
+    num_scored: int = 1
+    """Prompt positions below this one have had their log-probabilities reported; position 0 has none."""
 
     @property
     def num_known(self) -> int:
         """Tokens of prompt + output."""
         return len(self.prompt) + len(self.output)
+
+    @property
+    def follows(self) -> bool:
+        """Whether it still has to wait for its leader's prompt."""
+        leader = self.leader
+        return leader is not None and leader.state is not State.FINISHED and leader.max_computed < len(leader.prompt)
+
+    @property
+    def is_unscored(self) -> bool:
+        """Whether log-probabilities of its prompt are still to come."""
+        return self.sampling.prompt_logprobs is not None and self.num_scored < len(self.prompt)
 
     def known(self, start: int, stop: int) -> tuple[int, ...]:
         """Tokens at positions [start, stop) of prompt + output, stop ≤ `num_known`; costs O(stop − start)."""

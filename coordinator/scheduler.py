@@ -5,17 +5,21 @@ are given from the front of the queue, and a preempted request, always the young
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.kv_blocks import KvBlocks, Placement
 from coordinator.plan import Admission, Row, ScheduledStep
 from coordinator.request import Event, Request, State
+from coordinator.rows import admission_of, finish_reason, row_of
 from coordinator.scheduler_types import Progress, QueueFull, SchedulerConfig, SchedulerStats, StepOrderError
 from cp_layout.capacity import fits_ever
 from cp_layout.interleave import Layout
 
 __all__ = ["Progress", "QueueFull", "Scheduler", "SchedulerConfig", "SchedulerStats", "StepOrderError"]
+
+MAX_CACHED_TOKENS_IN_PLAN = 1 << 20
+"""A plan that carries more cached token ids than this (3 MB) admits nobody else."""
 
 
 class Scheduler:
@@ -66,20 +70,24 @@ class Scheduler:
         """A copy of the counters."""
         return replace(self._stats)
 
-    def add(self, request: Request) -> None:
-        """Queues a request. `QueueFull` when the queue is full, `ValueError` for one that could block it for ever (G1)."""
-        if request.handle in self._running or request.handle in self._waiting:
-            raise ValueError(f"request {request.handle} is already scheduled")
-        prompt, more = len(request.prompt), request.sampling.max_tokens
-        if prompt < 1 or more < 1 or not fits_ever(self._layout, prompt + more - 1, self._blocks_per_member):
-            raise ValueError(
-                f"request {request.handle}: {prompt} prompt tokens and max_tokens {more} can never run in "
-                f"{self._blocks_per_member} blocks per member"
-            )
-        if len(self._waiting) >= self._config.max_waiting:
+    def add(self, *requests: Request) -> None:
+        """Queues all of them or, with an error, none. `QueueFull` when they don't fit in the queue, `ValueError` for one that
+        could block it for ever (G1).
+        """
+        for request in requests:
+            if request.handle in self._running or request.handle in self._waiting:
+                raise ValueError(f"request {request.handle} is already scheduled")
+            prompt, more = len(request.prompt), request.sampling.max_tokens
+            if prompt < 1 or more < 1 or not fits_ever(self._layout, prompt + more - 1, self._blocks_per_member):
+                raise ValueError(
+                    f"request {request.handle}: {prompt} prompt tokens and max_tokens {more} can never run in "
+                    f"{self._blocks_per_member} blocks per member"
+                )
+        if len(self._waiting) + len(requests) > self._config.max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests are waiting, the limit is {self._config.max_waiting}")
-        self._kv.open(request)
-        self._waiting[request.handle] = request
+        for request in requests:
+            self._kv.open(request)
+            self._waiting[request.handle] = request
 
     def abort(self, handle: int) -> None:
         """Ends a request in any state; nothing happens when it has already ended or is unknown.
@@ -192,7 +200,7 @@ class Scheduler:
             if request.state is not State.RUNNING:
                 break
             self._kv.grow(request, missing)
-            rows.append(self._row(request, count, missing))
+            rows.append(row_of(request, count, self._kv.tail(request, missing)))
         return rows, preempted
 
     def _admit_waiting(self, budget: int, rows: list[Row], admissions: list[Admission]) -> None:
@@ -200,11 +208,13 @@ class Scheduler:
 
         Blocks are handed out chunk by chunk, but a request gets in only if it fits as a whole; otherwise prefills would push
         one another out. Budget is left only when every row so far reaches the end of its request's known tokens, so no
-        free block is meant for anybody else.
+        free block is meant for anybody else. A completion whose leader computes their prompt lets nobody pass: the leader is
+        older, so it has all the budget but for its last chunk.
         """
+        history = 0
         while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
             handle, request = next(iter(self._waiting.items()))
-            if handle == self._stuck_head:
+            if handle == self._stuck_head or request.follows or history > MAX_CACHED_TOKENS_IN_PLAN:
                 return
             placement = self._kv.place(request)
             if not self._kv.has_room(placement.free_needed):
@@ -212,11 +222,12 @@ class Scheduler:
                 return
             del self._waiting[handle]
             self._admit(request, placement)
-            admissions.append(Admission(handle, request.sampling, placement.shard_offset, placement.num_cached_tokens))
+            admissions.append(admission_of(request, placement))
+            history += len(admissions[-1].cached_token_ids)
             count = min(request.num_known - request.num_computed, budget)
             budget -= count
             self._kv.grow(request, self._kv.missing(request, request.num_computed + count))
-            rows.append(self._row(request, count, self._kv.table_lengths(request)))
+            rows.append(row_of(request, count, self._kv.tail(request, self._kv.table_lengths(request))))
 
     def _admit(self, request: Request, placement: Placement) -> None:
         request.apply(Event.ADMIT)
@@ -230,18 +241,6 @@ class Scheduler:
             self._stats.queried_tokens += len(request.prompt)
             self._stats.hit_tokens += placement.num_cached_tokens
 
-    def _row(self, request: Request, count: int, new_blocks: Sequence[int]) -> Row:
-        start, index = request.num_computed, len(request.output)
-        return Row(
-            handle=request.handle,
-            start=start,
-            token_ids=request.known(start, start + count),
-            new_blocks=self._kv.tail(request, new_blocks),
-            sample=start + count == request.num_known,
-            output_index=index,
-            ban_stop=index < request.sampling.min_tokens,
-        )
-
     def _commit_row(self, row: Row, token: int | None, error: str | None) -> Progress | None:
         request = self._running[row.handle]
         if error is not None:
@@ -251,13 +250,15 @@ class Scheduler:
         request.advance(row.start + len(row.token_ids))
         self._stats.recomputed_tokens += request.num_recomputed - before
         self._kv.register(request)
+        if row.score_token_ids:
+            request.num_scored = row.score_start + len(row.score_token_ids)
         if request.state is State.ENDING:
             self._leave(request, "abort")
             return Progress(row.handle, None, request.finish_reason)
         if token is None:
             return None
         request.output.append(token)
-        reason = _finish_reason(request, row.output_index, token)
+        reason = finish_reason(request, row.output_index, token)
         if reason is not None:
             self._leave(request, reason)
         return Progress(row.handle, token, reason)
@@ -282,10 +283,3 @@ class Scheduler:
         self._kv.release(request)
         self._released.append(request.handle)
         self._stuck_head = None
-
-
-def _finish_reason(request: Request, output_index: int, token: int) -> str | None:
-    """Why the request ends with this token; None when it goes on."""
-    if token in request.sampling.stop_token_ids and output_index >= request.sampling.min_tokens:
-        return "stop"
-    return "length" if len(request.output) >= request.sampling.max_tokens else None

@@ -19,6 +19,9 @@ class LiveRequest:
     request: Request
     detokenizer: Detokenizer
     stream: RequestStream = field(default_factory=RequestStream)
+    """Shared by the completions of one prompt."""
+    index: int = 0
+    """Which completion of its prompt it is."""
     committed_end: bool = False
     """The scheduler has ended it; only its last text is still to come."""
     text_ended: bool = False

@@ -18,6 +18,8 @@ def to_step_plan(step: ScheduledStep, ticket: int, timeout_ms: int) -> rank_pb2.
                 sampling=_sampling(admission.sampling),
                 shard_offset=admission.shard_offset,
                 num_cached_tokens=admission.num_cached_tokens,
+                num_prompt_tokens=admission.num_prompt_tokens,
+                cached_token_ids=admission.cached_token_ids,
             )
             for admission in step.admitted
         ],
@@ -33,6 +35,14 @@ def _sampling(sampling: Sampling) -> common_pb2.SamplingParams:
         seed=sampling.seed,
         top_logprobs=sampling.top_logprobs,
         stop_token_ids=sampling.stop_token_ids,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        bias_token_ids=[token for token, _ in sampling.logit_bias],
+        biases=[bias for _, bias in sampling.logit_bias],
+        logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs or 0,
     )
 
 
@@ -46,4 +56,6 @@ def _row(row: Row) -> rank_pb2.StepRow:
         sample=row.sample,
         output_index=row.output_index,
         ban_stop=row.ban_stop,
+        score_start=row.score_start,
+        score_token_ids=row.score_token_ids,
     )

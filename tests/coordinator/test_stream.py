@@ -29,7 +29,7 @@ async def test_first_end_wins_and_nothing_follows_it():
     stream.put((2,), "b")
     assert (await stream.next()).token_ids == [1]
     assert await stream.next() is None
-    assert (stream.finish_reason, stream.num_tokens) == ("stop", 1)
+    assert (stream.finish_reason, stream.counts) == ("stop", [1])
 
 
 async def test_what_was_put_before_a_failure_is_delivered():
