@@ -25,6 +25,8 @@ from rank_server.collectives.solo import SoloGroup
 
 SLICE_S = 0.05
 """Longest time until a waiting member notices that its group was closed."""
+_ADDRESS = re.compile(r"\[[^\]\s]+\]:\d+|\([^()\s]+, \d+\)|\b\d{1,3}(?:\.\d{1,3}){3}(?::\d+)?\b")
+"""[IP]:port, (host, port) and IPv4[:port], as gloo and its store write them."""
 WILDCARDS = ("", "0.0.0.0", "::")
 
 
@@ -101,8 +103,8 @@ def _finished(work: Any) -> bool:
 
 
 def _cause(error: RuntimeError) -> str:
-    """gloo's message without the place in its source and without advice."""
-    return re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". This is typically")[0]
+    """gloo's message without the place in its source, without advice and without the addresses of peers."""
+    return _ADDRESS.sub("[peer]", re.sub(r"^\[[^\]]*\] ", "", str(error)).split(". This is typically")[0])
 
 
 def _destroy_later(held: list[Any], work: Any) -> None:

@@ -25,7 +25,7 @@ from rank_server.collectives.solo import SoloGroup
 
 SLOT_BYTES = 1024 * 1024
 """Largest piece of a tensor that one round moves. Memory is taken when a slot is first used that far."""
-SPIN_S = 300e-6
+SPIN_S = 100e-6
 """How long a wait looks again and again before it sleeps; in between it offers its CPU to whoever wants to run."""
 SLICE_S = 0.02
 """Longest time until a waiting member notices that another one died or left."""
