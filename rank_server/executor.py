@@ -15,12 +15,13 @@ from model_files import ModelFiles
 from rank_server.attention.dcp_gqa import DcpAttention
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
+from rank_server.draws import answer
 from rank_server.kv_pool import KvPool
 from rank_server.memory import available_bytes, max_kv_blocks
 from rank_server.models.table import build_model, load_weights
-from rank_server.sampler import Draw, sample
+from rank_server.penalties import TokenHistory
 from rank_server.sequences import PlanRefused, SequenceTable
-from rank_server.step_batch import StepBatch, build, commit, take_in
+from rank_server.step_batch import StepBatch, build, commit, keep_history, no_history, take_in
 
 if TYPE_CHECKING:
     from rank_server.models.decoder import DecoderModel
@@ -180,18 +181,19 @@ class Executor:
         for group in self._groups.values():
             group.set_timeout(plan.timeout_ms / 1000)
         calls_before = sum(group.calls for group in self._groups.values())
-        take_in(plan, self._sequences, place.layout, place.member)
-        result = rank_pb2.StepResult(ticket=plan.ticket)
+        take_in(plan, self._sequences, place.layout, place.member, self._history_of if self._samples else no_history)
+        result = rank_pb2.StepResult()
         if plan.rows:
             batch = build(plan, self._sequences, place.layout, place.member)
-            result.sampled.extend(self._forward(batch, pool))
+            result = self._forward(batch, pool)
             commit(plan, self._sequences)
+        result.ticket = plan.ticket
         result.blocks_in_use = self._sequences.blocks_in_use
         result.collectives = sum(group.calls for group in self._groups.values()) - calls_before
         return result
 
     @torch.inference_mode()
-    def _forward(self, batch: StepBatch, pool: KvPool) -> list[rank_pb2.SampledToken]:
+    def _forward(self, batch: StepBatch, pool: KvPool) -> rank_pb2.StepResult:
         place = self.place
         model, attention = self._assemble(pool)
 
@@ -201,15 +203,17 @@ class Executor:
 
         hidden = model.forward(batch.token_ids, batch.positions, attend)
         # Every replica holds the same hidden states; the first one draws, the other replicas skip the vocabulary.
-        if not batch.draws or place.pcp_index != 0:
-            return []
-        logits = model.logits(hidden[batch.sample_rows])
-        if place.tp_index != 0:
-            return []
-        return [
-            _sampled(handle, draw, wanted.top_logprobs > 0)
-            for handle, draw, wanted in zip(batch.draw_handles, sample(logits, batch.draws), batch.draws, strict=True)
-        ]
+        if place.pcp_index != 0:
+            return rank_pb2.StepResult()
+        return answer(batch, hidden, model.logits, self._files.shape.vocab_size, self._samples, self._progress)
+
+    @property
+    def _samples(self) -> bool:
+        """Whether this rank draws for its set: TP member 0 of the first replica."""
+        return self.place.tp_index == 0 and self.place.pcp_index == 0
+
+    def _history_of(self, admitted: rank_pb2.AdmittedRequest) -> TokenHistory | None:
+        return keep_history(admitted, self._files.shape.vocab_size, torch.device("cpu"))
 
     def _assemble(self, pool: KvPool) -> "tuple[DecoderModel, DcpAttention]":
         if self._model is None or self._attention is None:
@@ -239,14 +243,3 @@ class Executor:
         if self._backend is None:
             raise PlanRefused("the rank is not configured yet")
         return self._backend
-
-
-def _sampled(handle: int, draw: Draw, with_logprobs: bool) -> rank_pb2.SampledToken:
-    if draw.error is not None:
-        return rank_pb2.SampledToken(handle=handle, error=draw.error)
-    token = rank_pb2.SampledToken(handle=handle, token_id=draw.token_id)
-    if with_logprobs:
-        token.logprobs.sampled = draw.logprob
-        for token_id, logprob in draw.top:
-            token.logprobs.top.add(token_id=token_id, logprob=logprob)
-    return token

@@ -1,4 +1,7 @@
-"""Draws the next token of each row: a pure function of (logits, parameters, seed, output index), row by row.
+"""Draws the next token of each row: a pure function of (logits, parameters, token history, seed, output index), row by row.
+
+The order: biases are added, penalties applied, banned ids taken out, temperature, then min_p, top_k and top_p, each over what
+the one before left.
 
 Nothing here has state and no row sees another, so neither the composition of a batch, nor its order, nor the rank that draws
 can change a token.
@@ -12,6 +15,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rank_server.logprobs import Logprobs, likeliest, logprobs_of
+from rank_server.penalties import TokenHistory
 
 _FIRST_CANDIDATES = 1024
 """Most nuclei are smaller; only larger ones cost a sort of the whole vocabulary."""
@@ -33,18 +39,25 @@ class RowSampling:
     """Which output token of the request this draw is."""
     ban: tuple[int, ...] = ()
     """Ids that can't be drawn here."""
+    logprobs: bool = False
+    """Whether the token's log-probability is wanted; with alternatives it always is."""
     top_logprobs: int = 0
     """Alternatives to report."""
+    min_p: float = 0.0
+    """0 = off."""
+    bias: tuple[tuple[int, float], ...] = ()
+    """(id, what is added to its logit), one per id."""
+    history: TokenHistory | None = None
+    """What the penalties go by; None without penalties."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """What one row got. Log-probabilities are those of the raw logits: before temperature, truncation and ban."""
+    """What one row got."""
 
     token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()
-    """(id, log-probability) of the likeliest tokens, best first, ties by lowest id."""
+    logprobs: Logprobs | None = None
+    """Those of the raw logits: before biases, penalties, temperature, truncation and ban; None unless asked for."""
     error: str | None = None
     """Set when this row alone failed; the other fields are void then."""
 
@@ -59,9 +72,10 @@ def uniform(seed: int, output_index: int) -> float:
 def sample(logits: Tensor, params: Sequence[RowSampling]) -> list[Draw]:
     """One draw per row of logits [R, V] fp32.
 
-    Greedy rows take the largest logit, ties to the lowest id. The others scale by temperature, keep the top_k likeliest
-    tokens, of those the shortest prefix of the list by (−logit, id) whose renormalised mass reaches top_p, and pick by inverse
-    CDF over the kept tokens in order of id, all in float64. A row with NaN or +inf, or without a token left, gets an `error`.
+    Greedy rows take the largest logit, ties to the lowest id. The others scale by temperature, keep the tokens at least min_p
+    times as likely as the likeliest, of those the top_k likeliest, of those the shortest prefix of the list by (−logit, id)
+    whose renormalised mass reaches top_p, and pick by inverse CDF over the kept tokens in order of id, all in float64. A row
+    with NaN or +inf, or without a token left, gets an `error`.
     """
     return [_draw(row, wanted) for row, wanted in zip(logits, params, strict=True)]
 
@@ -69,17 +83,27 @@ def sample(logits: Tensor, params: Sequence[RowSampling]) -> list[Draw]:
 def _draw(logits: Tensor, wanted: RowSampling) -> Draw:
     # A NaN anywhere makes the maximum NaN.
     if not math.isfinite(float(logits.max())):
-        return Draw(0, 0.0, error="the logits are not finite")
-    allowed = logits
+        return Draw(0, error="the logits are not finite")
+    adjusted = _adjusted(logits, wanted)
+    best = int(adjusted.argmax())
+    if adjusted[best] == -math.inf:
+        return Draw(0, error="every token is banned")
+    token = best if wanted.temperature == 0 else _inverse_cdf(adjusted, float(adjusted[best]), wanted)
+    reported = wanted.logprobs or wanted.top_logprobs > 0
+    return Draw(token, logprobs_of(logits, token, wanted.top_logprobs) if reported else None)
+
+
+def _adjusted(logits: Tensor, wanted: RowSampling) -> Tensor:
+    """Logits after biases, penalties and ban; the argument stays as it is."""
+    if wanted.bias:
+        ids, biases = zip(*wanted.bias, strict=True)
+        where = torch.tensor(ids, device=logits.device)
+        logits = logits.index_add(0, where, torch.tensor(biases, dtype=logits.dtype, device=logits.device))
+    if wanted.history is not None:
+        logits = wanted.history.penalised(logits)
     if wanted.ban:
-        allowed = logits.index_fill(0, torch.tensor(wanted.ban, device=logits.device), -math.inf)
-    best = int(allowed.argmax())
-    if allowed[best] == -math.inf:
-        return Draw(0, 0.0, error="every token is banned")
-    token = best if wanted.temperature == 0 else _inverse_cdf(allowed, float(allowed[best]), wanted)
-    normaliser = float(torch.logsumexp(logits.double(), 0))
-    top = _likeliest(logits, wanted.top_logprobs).tolist() if wanted.top_logprobs else []
-    return Draw(token, float(logits[token]) - normaliser, tuple((i, float(logits[i]) - normaliser) for i in top))
+        logits = logits.index_fill(0, torch.tensor(wanted.ban, device=logits.device), -math.inf)
+    return logits
 
 
 def _inverse_cdf(logits: Tensor, peak: float, wanted: RowSampling) -> int:
@@ -93,23 +117,20 @@ def _inverse_cdf(logits: Tensor, peak: float, wanted: RowSampling) -> int:
 
 
 def _kept(logits: Tensor, weights: Tensor, wanted: RowSampling) -> Tensor | None:
-    """Ids that survive top_k and top_p, ascending; None = all."""
-    if wanted.top_k == 0 and wanted.top_p >= 1:
+    """Ids that survive min_p, top_k and top_p, ascending; None = all. The largest weight is 1."""
+    limit = wanted.top_k
+    if wanted.min_p > 0:
+        # Weights fall along the list by (−logit, id), so min_p too keeps a prefix of it.
+        survivors = int((weights >= wanted.min_p).sum())
+        limit = min(limit or survivors, survivors)
+    if limit == 0 and wanted.top_p >= 1:
         return None
-    ids = _likeliest(logits, wanted.top_k or _FIRST_CANDIDATES)
-    mass = weights[ids].cumsum(0)
+    ids = likeliest(logits, limit or _FIRST_CANDIDATES)
     if wanted.top_p < 1:
-        target = wanted.top_p * float(mass[-1] if wanted.top_k else weights.sum())
+        mass = weights[ids].cumsum(0)
+        target = wanted.top_p * float(mass[-1] if limit else weights.sum())
         if mass[-1] < target and len(ids) < len(logits):
-            ids = _likeliest(logits, len(logits))
+            ids = likeliest(logits, len(logits))
             mass = weights[ids].cumsum(0)
         ids = ids[: int(torch.searchsorted(mass, target)) + 1]
     return ids.sort().values
-
-
-def _likeliest(logits: Tensor, count: int) -> Tensor:
-    """The first `count` ids of the list by (−logit, id)."""
-    count = min(count, len(logits))
-    threshold = logits.topk(count).values[-1]
-    candidates = (logits >= threshold).nonzero().flatten()
-    return candidates[logits[candidates].sort(descending=True, stable=True).indices[:count]]

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cp_layout.interleave import Layout
+from rank_server.penalties import TokenHistory
 
 _INITIAL_COLUMNS = 16
 
@@ -24,6 +25,10 @@ class SequenceSampling:
     seed: int
     top_logprobs: int
     stop_token_ids: tuple[int, ...]
+    min_p: float
+    bias: tuple[tuple[int, float], ...]
+    logprobs: bool
+    prompt_logprobs: int
 
 
 @dataclass(slots=True)
@@ -34,6 +39,8 @@ class Sequence:
     shard: int
     sampling: SequenceSampling
     num_computed: int
+    history: TokenHistory | None = None
+    """Only on the rank that samples, and only with penalties."""
     num_blocks: int = 0
     _table: Tensor = field(default_factory=lambda: torch.empty(_INITIAL_COLUMNS, dtype=torch.int64))
 

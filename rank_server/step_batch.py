@@ -1,5 +1,6 @@
 """From a plan to this rank's view of it: tokens, positions, slots, visible lengths, rows to draw from."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,8 +10,28 @@ from torch import Tensor
 from cp_layout.interleave import NOT_MINE, Layout
 from cp_wire.pb import rank_pb2
 from rank_server.attention.batch import AttentionBatch, AttentionRow
+from rank_server.penalties import TokenHistory
 from rank_server.sampler import RowSampling
 from rank_server.sequences import PlanRefused, Sequence, SequenceSampling, SequenceTable
+
+HistoryOf = Callable[[rank_pb2.AdmittedRequest], TokenHistory | None]
+"""What a rank keeps of an admitted request's tokens; None where nothing depends on them."""
+
+
+def no_history(admitted: rank_pb2.AdmittedRequest) -> None:
+    """For ranks that don't draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowScores:
+    """Consecutive prompt tokens of one request that are scored."""
+
+    handle: int
+    first: int
+    """Row of the flat batch whose logits score the first of them."""
+    token_ids: tuple[int, ...]
+    top: int
+    """Alternatives to report with each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +47,12 @@ class StepBatch:
     """[R] int64 rows of the flat batch that a draw follows."""
     draws: tuple[RowSampling, ...]
     draw_handles: tuple[int, ...]
+    scores: tuple[RowScores, ...]
 
 
-def take_in(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, member: int) -> None:
+def take_in(
+    plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, member: int, history_of: HistoryOf = no_history
+) -> None:
     """Applies releases, then admissions."""
     for handle in plan.released:
         sequences.release(handle)
@@ -45,14 +69,40 @@ def take_in(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, m
                     seed=sampling.seed,
                     top_logprobs=sampling.top_logprobs,
                     stop_token_ids=tuple(sampling.stop_token_ids),
+                    min_p=sampling.min_p,
+                    bias=tuple(zip(sampling.bias_token_ids, sampling.biases, strict=True)),
+                    logprobs=sampling.logprobs,
+                    prompt_logprobs=sampling.prompt_logprobs,
                 ),
                 num_computed=admitted.num_cached_tokens,
+                history=history_of(admitted),
             )
         )
 
 
+def keep_history(admitted: rank_pb2.AdmittedRequest, vocab_size: int, device: torch.device) -> TokenHistory | None:
+    """History of an admitted request, its cached tokens taken; None for a request without penalties."""
+    sampling = admitted.sampling
+    repetition = sampling.repetition_penalty or 1.0
+    if repetition == 1 and sampling.presence_penalty == sampling.frequency_penalty == 0:
+        return None
+    if len(admitted.cached_token_ids) != admitted.num_cached_tokens:
+        raise PlanRefused(
+            f"request {admitted.handle}: {admitted.num_cached_tokens} tokens are cached, "
+            f"{len(admitted.cached_token_ids)} are named for its penalties"
+        )
+    history = TokenHistory(
+        repetition, sampling.presence_penalty, sampling.frequency_penalty, admitted.num_prompt_tokens, vocab_size, device
+    )
+    history.take(0, torch.tensor(list(admitted.cached_token_ids), dtype=torch.int64))
+    return history
+
+
 def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, member: int) -> StepBatch:
-    """Appends the plan's new blocks and computes the rank's view; committed lengths change only in `commit`."""
+    """Appends the plan's new blocks, takes its tokens into the histories and computes the rank's view.
+
+    Committed lengths change only in `commit`.
+    """
     token_ids: list[int] = []
     positions: list[int] = []
     slots: list[int] = []
@@ -61,6 +111,7 @@ def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, mem
     sample_rows: list[int] = []
     draws: list[RowSampling] = []
     draw_handles: list[int] = []
+    scores: list[RowScores] = []
     for row in plan.rows:
         sequence = sequences.get(row.handle)
         count = len(row.token_ids)
@@ -90,6 +141,10 @@ def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, mem
                 first_visible=visible[q_start],
             )
         )
+        if sequence.history is not None:
+            sequence.history.take(row.start, torch.tensor(token_ids[q_start:], dtype=torch.int64))
+        if row.score_token_ids:
+            scores.append(_scores(row, sequence, q_start))
         if row.sample:
             sample_rows.append(len(token_ids) - 1)
             draws.append(_row_sampling(row, sequence))
@@ -105,6 +160,7 @@ def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, mem
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
         draws=tuple(draws),
         draw_handles=tuple(draw_handles),
+        scores=tuple(scores),
     )
 
 
@@ -137,6 +193,17 @@ def _slot(layout: Layout, sequence: Sequence, position: int) -> int:
     return block * layout.block_size + layout.block_offset(position)
 
 
+def _scores(row: rank_pb2.StepRow, sequence: Sequence, q_start: int) -> RowScores:
+    """The logits of position p − 1 score the token at p."""
+    before, count = row.score_start - 1 - row.start, len(row.score_token_ids)
+    if before < 0 or before + count > len(row.token_ids):
+        raise PlanRefused(
+            f"request {row.handle}: tokens {row.start} to {row.start + len(row.token_ids)} can't score {count} tokens "
+            f"from {row.score_start}"
+        )
+    return RowScores(row.handle, q_start + before, tuple(row.score_token_ids), sequence.sampling.prompt_logprobs)
+
+
 def _row_sampling(row: rank_pb2.StepRow, sequence: Sequence) -> RowSampling:
     sampling = sequence.sampling
     return RowSampling(
@@ -146,5 +213,9 @@ def _row_sampling(row: rank_pb2.StepRow, sequence: Sequence) -> RowSampling:
         seed=sampling.seed,
         output_index=row.output_index,
         ban=sampling.stop_token_ids if row.ban_stop else (),
+        logprobs=sampling.logprobs,
         top_logprobs=sampling.top_logprobs,
+        min_p=sampling.min_p,
+        bias=sampling.bias,
+        history=sequence.history,
     )

@@ -69,6 +69,9 @@ class Generation:
     finish_reason: str | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    logprobs: list[float] = field(default_factory=list)
+    prompt_logprobs: dict[int, common_pb2.PositionLogprobs] = field(default_factory=dict)
+    """By prompt position; each one is reported once."""
 
 
 class InprocCluster:
@@ -86,6 +89,7 @@ class InprocCluster:
             worker.start()
         self.steps: list[ScheduledStep] = []
         self.results: list[list[rank_pb2.StepResult]] = []
+        self.generations: dict[int, Generation] = {}
         self._sequence = 0
         self._ticket = 0
         self._handle = 0
@@ -114,25 +118,29 @@ class InprocCluster:
             requests.append(self.submit(prompt, sampling))
         return self.finish(requests)
 
-    def submit(self, prompt: Sequence[int], sampling: Sampling) -> Request:
+    def submit(self, prompt: Sequence[int], sampling: Sampling, leader: Request | None = None) -> Request:
         self._handle += 1
         request = Request(
-            handle=self._handle, request_id=f"request-{self._handle}", prompt=list(prompt), sampling=sampling, salt=b""
+            handle=self._handle,
+            request_id=f"request-{self._handle}",
+            prompt=list(prompt),
+            sampling=sampling,
+            salt=b"",
+            leader=leader,
         )
         self.scheduler.add(request)
+        self.generations[request.handle] = Generation()
         return request
 
     def finish(self, requests: Sequence[Request]) -> list[Generation]:
-        done = {request.handle: Generation() for request in requests}
+        done = {request.handle: self.generations[request.handle] for request in requests}
         while any(generation.finish_reason is None for generation in done.values()):
             progress = self.step()
             assert progress is not None, "the scheduler has nothing to do but requests are left"
             for item in progress:
-                if item.new_token is not None:
-                    done[item.handle].token_ids.append(item.new_token)
                 if item.finished is not None:
-                    assert done[item.handle].finish_reason is None
-                    done[item.handle].finish_reason = item.finished
+                    assert self.generations[item.handle].finish_reason is None
+                    self.generations[item.handle].finish_reason = item.finished
         while self.step() is not None:
             pass
         for request in requests:
@@ -151,10 +159,26 @@ class InprocCluster:
         results = self.everywhere(lambda executor: executor.step(plan))
         self.steps.append(step)
         self.results.append(results)
-        samplers = [result for result in results if result.sampled]
+        samplers = [result for result in results if result.sampled or result.scores]
         assert len(samplers) <= 1, "more than one rank sampled"
-        sampled = {token.handle: token.token_id for result in samplers for token in result.sampled}
-        return self.scheduler.commit(step, sampled)
+        drawn = [token for result in samplers for token in result.sampled]
+        failed = {token.handle: token.error for token in drawn if token.error}
+        sampled = {token.handle: token.token_id for token in drawn if not token.error}
+        self._keep_scores(step, [scores for result in samplers for scores in result.scores])
+        progress = self.scheduler.commit(step, sampled, failed)
+        logprobs = {token.handle: token.logprobs.sampled for token in drawn if token.HasField("logprobs")}
+        for item in progress:
+            if item.new_token is not None:
+                self.generations[item.handle].token_ids.append(item.new_token)
+                self.generations[item.handle].logprobs += [logprobs[item.handle]] if item.handle in logprobs else []
+        return progress
+
+    def _keep_scores(self, step: ScheduledStep, scores: Sequence[rank_pb2.PromptScores]) -> None:
+        rows = {row.handle: row for row in step.rows}
+        for each in scores:
+            for position, logprobs in enumerate(each.positions, start=rows[each.handle].score_start):
+                assert position not in self.generations[each.handle].prompt_logprobs
+                self.generations[each.handle].prompt_logprobs[position] = logprobs
 
     def everywhere(self, call) -> list:  # type: ignore[no-untyped-def]
         """Runs call(executor) on every rank's own thread, in rank order of the results."""

@@ -210,15 +210,15 @@ def test_logprobs_are_those_of_the_raw_logits():
     best = int(logits.argmax())
     (got,) = sample(logits, [replace(WARM, temperature=0.3, top_k=5, ban=(best,), seed=8, top_logprobs=6)])
     assert got.token_id != best
-    assert got.logprob == pytest.approx(float(raw[got.token_id]), abs=1e-9)
-    assert [i for i, _ in got.top] == raw.topk(6).indices.tolist()
-    assert [p for _, p in got.top] == pytest.approx(raw.topk(6).values.tolist(), abs=1e-9)
+    assert got.logprobs.of_token == pytest.approx(float(raw[got.token_id]), abs=1e-9)
+    assert [i for i, _ in got.logprobs.top] == raw.topk(6).indices.tolist()
+    assert [p for _, p in got.logprobs.top] == pytest.approx(raw.topk(6).values.tolist(), abs=1e-9)
 
 
 def test_reported_alternatives_are_ordered_by_id_within_ties():
     got = draw([1.0, 2.0, 1.0, 2.0, 1.0], replace(GREEDY, top_logprobs=4))
-    assert [i for i, _ in got.top] == [1, 3, 0, 2]
-    assert [i for i, _ in draw([1.0, 2.0], replace(GREEDY, top_logprobs=4)).top] == [1, 0]
+    assert [i for i, _ in got.logprobs.top] == [1, 3, 0, 2]
+    assert [i for i, _ in draw([1.0, 2.0], replace(GREEDY, top_logprobs=4)).logprobs.top] == [1, 0]
 
 
 def test_uniform_is_the_documented_function():

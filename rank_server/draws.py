@@ -1,0 +1,78 @@
+"""From hidden states to what a step answers: drawn tokens, and log-probabilities of prompts."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from cp_wire.pb import common_pb2, rank_pb2
+from rank_server.logprobs import Logprobs, rows_per_slice, score
+from rank_server.sampler import Draw, sample
+from rank_server.step_batch import StepBatch
+
+LogitsOf = Callable[[Tensor], Tensor]
+"""Hidden states [R, H] → logits [R, V] fp32; a collective of the TP group."""
+
+
+def answer(
+    batch: StepBatch, hidden: Tensor, logits_of: LogitsOf, vocab_size: int, samples: bool, progress: Callable[[], None]
+) -> rank_pb2.StepResult:
+    """`sampled` and `scores` of a step, on all members of a TP group: all compute logits, the one that samples answers.
+
+    A request whose prompt can't be scored fails; its draw is not reported.
+    """
+    result = rank_pb2.StepResult()
+    failed = _score(batch, hidden, logits_of, vocab_size, samples, progress, result) if batch.scores else set()
+    if not batch.draws:
+        return result
+    logits = logits_of(hidden[batch.sample_rows])
+    if samples:
+        for handle, draw in zip(batch.draw_handles, sample(logits, batch.draws), strict=True):
+            if handle not in failed:
+                result.sampled.append(_sampled(handle, draw))
+    return result
+
+
+def _score(
+    batch: StepBatch,
+    hidden: Tensor,
+    logits_of: LogitsOf,
+    vocab_size: int,
+    samples: bool,
+    progress: Callable[[], None],
+    result: rank_pb2.StepResult,
+) -> set[int]:
+    """Adds scores and errors to the result; returns the handles that failed. The slices follow from the plan alone."""
+    rows = torch.cat([torch.arange(each.first, each.first + len(each.token_ids)) for each in batch.scores]).to(hidden.device)
+    tokens = [token for each in batch.scores for token in each.token_ids]
+    tops = [each.top for each in batch.scores for _ in each.token_ids]
+    width = rows_per_slice(vocab_size)
+    scored: list[Logprobs | None] = []
+    for first in range(0, len(tokens), width):
+        logits = logits_of(hidden[rows[first : first + width]])
+        if samples:
+            scored += score(logits, tokens[first : first + width], tops[first : first + width])
+        progress()
+    failed: set[int] = set()
+    if samples:
+        remaining = iter(scored)
+        for each in batch.scores:
+            positions = [next(remaining) for _ in each.token_ids]
+            if None in positions:
+                failed.add(each.handle)
+                result.sampled.add(handle=each.handle, error="the logits of the prompt are not finite")
+            else:
+                result.scores.add(handle=each.handle, positions=[_message(position) for position in positions if position])
+    return failed
+
+
+def _sampled(handle: int, draw: Draw) -> rank_pb2.SampledToken:
+    if draw.error is not None:
+        return rank_pb2.SampledToken(handle=handle, error=draw.error)
+    logprobs = None if draw.logprobs is None else _message(draw.logprobs)
+    return rank_pb2.SampledToken(handle=handle, token_id=draw.token_id, logprobs=logprobs)
+
+
+def _message(logprobs: Logprobs) -> common_pb2.PositionLogprobs:
+    top = [common_pb2.TokenLogprob(token_id=token, logprob=logprob) for token, logprob in logprobs.top]
+    return common_pb2.PositionLogprobs(sampled=logprobs.of_token, top=top)
