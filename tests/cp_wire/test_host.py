@@ -1,5 +1,6 @@
 """What tells hosts apart, and what does not."""
 
+import ctypes
 import os
 import re
 import subprocess
@@ -41,9 +42,15 @@ def test_another_boot_namespace_or_user_is_another_host(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("missing", ["sys/kernel/random/boot_id", "self/ns/pid"])
-def test_no_identity_where_memory_cannot_be_shared(tmp_path, monkeypatch, missing):
+def test_no_identity_without_proc(tmp_path, missing):
     proc = fake_proc(tmp_path)
     (proc / missing).unlink()
     assert host_identity(proc) == ""
-    monkeypatch.delattr(os, "memfd_create")
+
+
+def test_no_identity_on_a_system_without_the_calls(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "memfd_create")
+        assert host_identity() == ""
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert host_identity() == ""

@@ -1,5 +1,6 @@
 """What only the shared-memory backend can get wrong: its memory, its places, its rounds."""
 
+import ctypes
 import gc
 import os
 import signal
@@ -213,6 +214,22 @@ def test_a_group_whose_first_member_is_gone_is_refused_at_once() -> None:
 def test_sizes_of_a_segment_are_bounded(size: int) -> None:
     with pytest.raises(ValueError, match=f"not {size}"):
         Segment.create(size, 4096, Semaphores())
+
+
+def test_a_system_without_the_calls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OldLibrary:
+        sem_init = sem_post = sem_trywait = None
+
+        def __getattr__(self, name: str) -> None:
+            raise AttributeError(f"libc.so.6: undefined symbol: {name}")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", lambda name: OldLibrary())
+        with pytest.raises(CollectiveError, match="the C library has no sem_clockwait"):
+            ShmBackend()
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(CollectiveError, match="memfd_create"):
+        ShmBackend()
 
 
 def test_tensors_of_another_device_are_refused() -> None:
