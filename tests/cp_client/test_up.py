@@ -65,7 +65,6 @@ def test_flags_reach_the_processes(model):
 def test_ranks_of_one_host_share_memory_unless_told_otherwise(model, monkeypatch):
     assert value(spec(model).coordinator, "--collectives") == "shm"
     assert value(spec(model, "--collectives", "gloo").coordinator, "--collectives") == "gloo"
-    assert "--collectives" not in spec(model, "--device", "cuda").coordinator
     monkeypatch.setattr(up_command, "host_identity", lambda: "")
     assert "--collectives" not in spec(model).coordinator
     assert value(spec(model, "--collectives", "shm").coordinator, "--collectives") == "shm"
