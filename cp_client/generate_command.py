@@ -6,7 +6,7 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAc
 from pathlib import Path
 
 from cp_client.client import Client, Stream
-from cp_client.events import Completion, join
+from cp_client.events import Choice, Completion, Logprobs, join
 from cp_client.exit_status import DONE, FAILED, REFUSED
 from cp_client.request import GENERATE_TIMEOUT_S, Options
 from cp_wire.errors import InvalidRequest, KvloomError, MessageTooLarge, Unknown
@@ -28,7 +28,18 @@ def add_generate_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None
     parser.add_argument("--temperature", type=float, metavar="T", help="0 = greedy")
     parser.add_argument("--top-p", type=float, metavar="P")
     parser.add_argument("--top-k", type=int, metavar="K")
+    parser.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")
     parser.add_argument("--seed", type=int, metavar="S")
+    parser.add_argument("--repetition-penalty", type=float, metavar="R", help="over prompt and output; 1 = off")
+    parser.add_argument("--presence-penalty", type=float, metavar="A", help="over the output; 0 = off")
+    parser.add_argument("--frequency-penalty", type=float, metavar="A", help="over the output, per occurrence; 0 = off")
+    parser.add_argument(
+        "--logit-bias", type=_bias, action="append", metavar="ID=BIAS", help="add to the logit of a token id; may be repeated"
+    )
+    parser.add_argument("-n", type=int, metavar="N", help="completions of the prompt; more than one needs --json")
+    parser.add_argument("--logprobs", action="store_true", help="report log-probabilities of the output; needs --json")
+    parser.add_argument("--top-logprobs", type=int, metavar="K", help="the same with K alternatives; needs --json")
+    parser.add_argument("--prompt-logprobs", type=int, metavar="K", help="score the prompt, with K alternatives; needs --json")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true")
     parser.add_argument("--timeout", type=float, default=GENERATE_TIMEOUT_S, metavar="SECONDS")
@@ -54,7 +65,7 @@ def generate(args: Namespace) -> int:
 def result_of(answer: Completion) -> dict[str, object]:
     """The JSON document of a completion."""
     usage, timing, route = answer.usage, answer.timing, answer.route
-    return {
+    document: dict[str, object] = {
         "request_id": answer.request_id,
         "text": answer.text,
         "token_ids": list(answer.token_ids),
@@ -74,7 +85,26 @@ def result_of(answer: Completion) -> dict[str, object]:
             "decode_group": list(route.decode_group),
             "reason": route.reason,
         },
+        "completions": [_choice(choice) for choice in answer.choices],
     }
+    if answer.prompt_logprobs:
+        document["prompt_logprobs"] = [None if position is None else _logprobs(position) for position in answer.prompt_logprobs]
+    return document
+
+
+def _choice(choice: Choice) -> dict[str, object]:
+    document: dict[str, object] = {
+        "text": choice.text,
+        "token_ids": list(choice.token_ids),
+        "finish_reason": choice.finish_reason,
+    }
+    if choice.logprobs:
+        document["logprobs"] = [_logprobs(position) for position in choice.logprobs]
+    return document
+
+
+def _logprobs(position: Logprobs) -> dict[str, object]:
+    return {"logprob": position.sampled, "top": [{"token_id": token, "logprob": logprob} for token, logprob in position.top]}
 
 
 def _request_of(args: Namespace) -> tuple[str | None, Options]:
@@ -87,7 +117,17 @@ def _request_of(args: Namespace) -> tuple[str | None, Options]:
         "seed": args.seed,
         "stop": args.stop,
         "ignore_eos": args.ignore_eos,
+        "min_p": args.min_p,
+        "repetition_penalty": args.repetition_penalty,
+        "presence_penalty": args.presence_penalty,
+        "frequency_penalty": args.frequency_penalty,
+        "logit_bias": dict(args.logit_bias or ()),
+        "n": args.n,
+        "logprobs": args.logprobs,
+        "top_logprobs": args.top_logprobs,
+        "prompt_logprobs": args.prompt_logprobs,
     }
+    _refuse_what_text_cannot_show(args)
     if args.token_ids is not None:
         if args.chat:
             raise InvalidRequest("--chat", "given with --token-ids", "a chat template needs text")
@@ -96,6 +136,18 @@ def _request_of(args: Namespace) -> tuple[str | None, Options]:
     if args.chat:
         return None, {**options, "messages": [{"role": "user", "content": prompt}]}
     return prompt, options
+
+
+def _refuse_what_text_cannot_show(args: Namespace) -> None:
+    asked = {
+        "-n": args.n is not None and args.n > 1,
+        "--logprobs": args.logprobs,
+        "--top-logprobs": bool(args.top_logprobs),
+        "--prompt-logprobs": args.prompt_logprobs is not None,
+    }
+    for flag, is_asked in asked.items():
+        if is_asked and not args.json:
+            raise InvalidRequest(flag, "given without --json", "plain text has no place for its answer")
 
 
 def _read(path: Path) -> str:
@@ -124,3 +176,11 @@ def _ids(text: str) -> list[int]:
         return [int(word) for word in text.split(",")]
     except ValueError:
         raise ArgumentTypeError(f"{text!r} is not a list of whole numbers such as 1,2,3") from None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise ArgumentTypeError(f"{text!r} is not a token id and a number such as 42=-1.5") from None

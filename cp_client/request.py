@@ -31,14 +31,40 @@ class Options(TypedDict, total=False):
     stop_token_ids: Sequence[int] | None
     ignore_eos: bool
     min_tokens: int | None
+    logprobs: bool
+    """The log-probability of each token, also without alternatives."""
     top_logprobs: int | None
+    prompt_logprobs: int | None
+    """Alternatives to report with each prompt token; 0 = the prompt's own tokens alone, None = nothing."""
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    """Token id to what is added to its logit."""
+    n: int | None
+    """Completions of the prompt."""
     model: str | None
     request_id: str | None
     cache_salt: str | None
     """Requests share cached prefixes only within one salt."""
 
 
-_NUMBERS = ("max_tokens", "temperature", "top_p", "top_k", "seed", "min_tokens", "top_logprobs")
+_NUMBERS = (
+    "max_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "seed",
+    "min_tokens",
+    "top_logprobs",
+    "prompt_logprobs",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "n",
+)
 _STRINGS = ("model", "request_id", "cache_salt")
 
 
@@ -47,7 +73,9 @@ def generate_request(prompt: str | None, **options: Unpack[Options]) -> coordina
 
     Refuses with `InvalidRequest` only what cannot be put on the wire; the server judges the rest.
     """
-    request = coordinator_pb2.GenerateRequest(ignore_eos=options.get("ignore_eos", False))
+    request = coordinator_pb2.GenerateRequest(
+        ignore_eos=options.get("ignore_eos", False), logprobs=options.get("logprobs", False)
+    )
     _set_prompt(request, prompt, options.get("token_ids"), options.get("messages"))
     for name in (*_NUMBERS, *_STRINGS):
         value = options.get(name)
@@ -56,6 +84,7 @@ def generate_request(prompt: str | None, **options: Unpack[Options]) -> coordina
     stop = options.get("stop") or ()
     _extend(request, "stop", [stop] if isinstance(stop, str) else stop)
     _extend(request, "stop_token_ids", options.get("stop_token_ids") or ())
+    _set_bias(request, options.get("logit_bias") or {})
     limit = MAX_MESSAGE_BYTES["prompt"]
     if request.ByteSize() > limit:
         raise InvalidRequest("request", f"{request.ByteSize()} bytes", f"must be at most {limit // MIB} MiB")
@@ -87,6 +116,14 @@ def _set_prompt(
                 request.chat.messages.add(role=message["role"], content=message["content"])
             except (KeyError, TypeError, ValueError):
                 raise InvalidRequest("messages", message, "each needs the strings role and content") from None
+
+
+def _set_bias(request: coordinator_pb2.GenerateRequest, logit_bias: Mapping[int, float]) -> None:
+    for token, bias in logit_bias.items():
+        try:
+            request.logit_bias[token] = bias
+        except (ValueError, TypeError) as error:
+            raise InvalidRequest("logit_bias", f"{token}: {bias}", _why(error)) from None
 
 
 def _assign(request: coordinator_pb2.GenerateRequest, name: str, value: object, *, shown: str | None = None) -> None:

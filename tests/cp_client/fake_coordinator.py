@@ -81,8 +81,8 @@ def accepted(request_id="r1", seed=7):
     return pb.GenerateResponse(accepted=pb.Accepted(request_id=request_id, prompt_tokens=3, seed=seed))
 
 
-def tokens(text, *ids, logprobs=()):
-    return pb.GenerateResponse(tokens=pb.Tokens(token_ids=ids, text=text, logprobs=logprobs))
+def tokens(text, *ids, logprobs=(), index=0):
+    return pb.GenerateResponse(tokens=pb.Tokens(token_ids=ids, text=text, logprobs=logprobs, index=index))
 
 
 def finished(reason="stop", completion=3):

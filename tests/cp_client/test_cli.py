@@ -49,12 +49,60 @@ def test_generate_prints_one_document(target, capsys):
         "seed": 7,
         "usage": {"prompt_tokens": 3, "completion_tokens": 3, "cached_tokens": 1, "recomputed_tokens": 0},
         "route": {"ranks": [0, 1], "cp": 2, "prefill_group": [0, 1], "decode_group": [0, 1], "reason": "static"},
+        "completions": [{"text": "Hello", "token_ids": [5, 6, 7], "finish_reason": "stop"}],
     }
     assert captured.err == ""
 
 
+def test_generate_prints_completions_and_logprobs(capsys):
+    top = [common_pb2.TokenLogprob(token_id=4, logprob=-0.5)]
+    position = common_pb2.PositionLogprobs(sampled=-2.0, top=top)
+    prompt = pb.PromptLogprobs(positions=[common_pb2.PositionLogprobs(), position])
+    ends = [pb.CompletionEnd(finish_reason="stop"), pb.CompletionEnd(finish_reason="length")]
+    script = [
+        accepted(),
+        pb.GenerateResponse(prompt_logprobs=prompt),
+        tokens("B", 2, index=1),
+        tokens("A", 1, logprobs=[position]),
+        pb.GenerateResponse(finished=pb.Finished(finish_reason="stop", completions=ends)),
+    ]
+    with running(FakeCoordinator(script)) as target:
+        words = ["-n", "2", "--top-logprobs", "1", "--prompt-logprobs", "1"]
+        assert main(["generate", "--target", target, "--json", *words, "hi"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    shown = {"logprob": -2.0, "top": [{"token_id": 4, "logprob": -0.5}]}
+    assert document["completions"] == [
+        {"text": "A", "token_ids": [1], "finish_reason": "stop", "logprobs": [shown]},
+        {"text": "B", "token_ids": [2], "finish_reason": "length"},
+    ]
+    assert document["prompt_logprobs"] == [None, shown]
+
+
+@pytest.mark.parametrize("words", [["-n", "2"], ["--logprobs"], ["--top-logprobs", "3"], ["--prompt-logprobs", "0"]])
+def test_what_text_cannot_show_needs_json(fake, target, words, capsys):
+    assert main(["generate", "--target", target, *words, "hi"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"kvloom: {words[0]} is given without --json")
+    assert fake.requests == []
+    assert main(["generate", "--target", target, "--json", *words, "hi"]) == 0
+
+
+def test_one_completion_needs_no_json(target):
+    assert main(["generate", "--target", target, "-n", "1", "--top-logprobs", "0", "hi"]) == 0
+
+
+@pytest.mark.parametrize("bias", ["5", "5=", "=1", "x=1", "5=y", "1.5=2"])
+def test_a_bias_is_an_id_and_a_number(bias, capsys):
+    with pytest.raises(SystemExit):
+        main(["generate", "--target", "127.0.0.1:1", "--logit-bias", bias, "hi"])
+    assert f"{bias!r} is not a token id and a number such as 42=-1.5" in capsys.readouterr().err
+
+
 def test_generate_sends_its_flags(fake, target):
     words = "--max-tokens 5 --min-tokens 2 --temperature 0 --top-p 0.5 --top-k 3 --seed 9 --stop a --stop b --ignore-eos"
+    words += " --min-p 0.25 --repetition-penalty 1.5 --presence-penalty -1 --frequency-penalty 0.5 --logit-bias 7=-2.5"
+    words += " --logit-bias 8=3 -n 2 --logprobs --top-logprobs 4 --prompt-logprobs 0 --json"
     assert main(["generate", "--target", target, *words.split(), "hi"]) == 0
     assert fake.requests == [
         pb.GenerateRequest(
@@ -67,6 +115,15 @@ def test_generate_sends_its_flags(fake, target):
             seed=9,
             stop=["a", "b"],
             ignore_eos=True,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=-1,
+            frequency_penalty=0.5,
+            logit_bias={7: -2.5, 8: 3},
+            n=2,
+            logprobs=True,
+            top_logprobs=4,
+            prompt_logprobs=0,
         )
     ]
 

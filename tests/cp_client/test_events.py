@@ -2,9 +2,10 @@
 
 import pytest
 
-from cp_client.events import Reader, Route, Usage, join
+from cp_client.events import Logprobs, Reader, Route, Usage, join
 from cp_wire import errors
 from cp_wire.pb import common_pb2
+from cp_wire.pb import coordinator_pb2 as pb
 from tests.cp_client.fake_coordinator import WHOLE, accepted, finished, tokens
 
 
@@ -54,6 +55,40 @@ def test_logprobs():
     events, _ = read([accepted(), tokens("a", 9, logprobs=[position]), finished()])
     assert events[0].logprobs[0].sampled == -2.0
     assert events[0].logprobs[0].top == ((4, -0.5), (9, -2.0))
+
+
+def test_completions_and_prompt_logprobs_are_put_together():
+    first, second = common_pb2.PositionLogprobs(sampled=-1.0), common_pb2.PositionLogprobs(sampled=-3.0)
+    ends = [pb.CompletionEnd(finish_reason="stop"), pb.CompletionEnd(finish_reason="length")]
+    script = [
+        accepted(),
+        prompt(0, common_pb2.PositionLogprobs(), first),
+        tokens("x", 9, index=1),
+        prompt(2, second),
+        tokens("a", 1),
+        tokens("yz", 8, 7, index=1),
+        tokens("b", 2),
+        pb.GenerateResponse(finished=pb.Finished(finish_reason="stop", completions=ends)),
+    ]
+    events, reader = read(script, [2.0, 2.5])
+    assert [event.index for event in events if event.token_ids] == [1, 0, 1, 0]
+    answer = join(events, reader.seed)
+    assert [(choice.text, choice.token_ids, choice.finish_reason) for choice in answer.choices] == [
+        ("ab", (1, 2), "stop"),
+        ("xyz", (9, 8, 7), "length"),
+    ]
+    assert (answer.text, answer.finish_reason) == ("ab", "stop")
+    assert answer.prompt_logprobs == (None, Logprobs(-1.0, ()), Logprobs(-3.0, ()))
+    assert (answer.timing.ttft_ms, answer.timing.tpot_ms) == (2000, 500), "those of completion 0"
+
+
+def test_a_gap_in_prompt_logprobs_is_an_error():
+    with pytest.raises(errors.Internal, match="at position 2, 1 have come"):
+        read([accepted(), prompt(0, common_pb2.PositionLogprobs()), prompt(2, common_pb2.PositionLogprobs())])
+
+
+def prompt(start, *positions):
+    return pb.GenerateResponse(prompt_logprobs=pb.PromptLogprobs(start=start, positions=positions))
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,14 @@ def test_every_option_arrives():
         ignore_eos=True,
         min_tokens=1,
         top_logprobs=4,
+        logprobs=True,
+        prompt_logprobs=0,
+        min_p=0.0,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={3: -1.5, 0: 2},
+        n=3,
         model="m",
         request_id="r",
         cache_salt="s",
@@ -40,11 +48,19 @@ def test_every_option_arrives():
         ignore_eos=True,
         min_tokens=1,
         top_logprobs=4,
+        logprobs=True,
+        prompt_logprobs=0,
+        min_p=0.0,
+        repetition_penalty=1.5,
+        presence_penalty=-0.5,
+        frequency_penalty=0.25,
+        logit_bias={3: -1.5, 0: 2},
+        n=3,
         model="m",
         request_id="r",
         cache_salt="s",
     )
-    assert got.HasField("temperature") and got.HasField("seed")
+    assert got.HasField("temperature") and got.HasField("seed") and got.HasField("prompt_logprobs")
 
 
 def test_the_three_kinds_of_prompt():
@@ -72,6 +88,10 @@ def test_the_three_kinds_of_prompt():
         ("a", {"seed": -1}, "seed"),
         ("a", {"stop": [1]}, "stop"),
         ("a", {"stop_token_ids": [2**63]}, "stop_token_ids"),
+        ("a", {"n": 1.5}, "n"),
+        ("a", {"repetition_penalty": "2"}, "repetition_penalty"),
+        ("a", {"logit_bias": {2**63: 1.0}}, "logit_bias"),
+        ("a", {"logit_bias": {1: "x"}}, "logit_bias"),
         ("x" * (32 << 20), {}, "request"),
     ],
 )
