@@ -12,7 +12,7 @@ from coordinator.timings import Timings
 from cp_wire import process
 from cp_wire.flags import add_cluster_flags, cluster_config_from, integer
 from cp_wire.logs import configure_logging
-from model_files import open_model
+from model_files import ModelRefused, open_model
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = build_parser().parse_args(argv)
     configure_logging("coordinator")
-    return process.run(lambda: serve(args))
+    return process.run(lambda: serve(args), refusals=(ModelRefused,))
 
 
 if __name__ == "__main__":

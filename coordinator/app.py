@@ -20,15 +20,15 @@ from coordinator.rank_set import RankSet
 from coordinator.registry import RegistryServicer
 from coordinator.scheduler import Scheduler, SchedulerConfig
 from coordinator.seeds import SeedSource
-from coordinator.settings import MAX_WAITING, grid_of, layout_of
+from coordinator.settings import MAX_WAITING
 from coordinator.status import cluster_state, cluster_status
 from coordinator.tasks import Background, Changes
 from coordinator.text_worker import Text, TextWorker
 from coordinator.timings import Timings
-from cp_layout.blocks import cache_identity
+from cp_layout.blocks import BlockHasher, cache_identity
 from cp_layout.model_shape import ModelShape
+from cp_wire.effective import grid_of, layout_of
 from cp_wire.errors import KvloomError, Unavailable
-from cp_wire.identity import new_instance
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
 from cp_wire.serve import Server
 
@@ -54,8 +54,11 @@ class Coordinator:
         self._timings = timings
         self._max_waiting = options.max_waiting
         self._layout = layout_of(config)
+        self._identity = cache_identity(
+            {"model_hash": config.model_hash, "dtype": config.dtype, "kv_cache_dtype": config.kv_cache_dtype}
+        )
         self._eos_token_ids = text.eos_token_ids
-        self._text = TextWorker(text)
+        self._text = TextWorker(text, timings.encode_s)
         self._dispatcher = Dispatcher()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started = asyncio.Event()
@@ -65,9 +68,11 @@ class Coordinator:
             RankSet(spec, config, self._new_engine, timings, self._on_change, self._fail)
             for spec in scheduling_sets(grid_of(config))
         ]
-        self.admission = Admission(self.sets, self._limits, self._text, config.model_name, SeedSource(options.seed), count(1))
+        self.admission = Admission(
+            self.sets, self._limits, self._hasher, self._text, config.model_name, SeedSource(options.seed), count(1)
+        )
         by_rank = {rank: home for home in self.sets for rank in home.seats}
-        self._registry = RegistryServicer(new_instance(), config, by_rank)
+        self._registry = RegistryServicer(config, by_rank)
         control = ControlServicer(self.status, self.effective_config, self.drain, self.changes)
         inference = InferenceServicer(self.admission, self._layout.num_shards)
         self._server = Server(options.host, options.port, "prompt")
@@ -123,7 +128,7 @@ class Coordinator:
     def status(self, last_steps: int = 0) -> coordinator_pb2.GetStatusResponse:
         """A snapshot; last_steps: what its step times are taken over, 0 = all that are remembered."""
         state = cluster_state(self.sets, self._started.is_set(), self.admission.closed)
-        return cluster_status(self.sets, self.effective_config(), state, self._layout.num_shards, last_steps)
+        return cluster_status(self.sets, self.effective_config(), state, self._layout, last_steps)
 
     def effective_config(self) -> common_pb2.ClusterConfig:
         """The configuration in force; once the pools exist it states their size."""
@@ -136,13 +141,13 @@ class Coordinator:
 
     def _new_engine(self, spec: SchedulingSet, pool_blocks: int) -> Engine:
         config = self._config
-        identity = cache_identity(
-            {"model_hash": config.model_hash, "dtype": config.dtype, "kv_cache_dtype": config.kv_cache_dtype}
-        )
         bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting)
         predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp))
-        scheduler = Scheduler(bounds, self._layout, pool_blocks, identity)
+        scheduler = Scheduler(bounds, self._layout, pool_blocks, self._identity)
         return Engine(scheduler, spec.members, self._dispatcher, self._text, predictor, self._timings)
+
+    def _hasher(self, salt: bytes) -> BlockHasher:
+        return BlockHasher(self._layout, self._identity, salt)
 
     def _limits(self, home: RankSet) -> Limits:
         return Limits(

@@ -7,7 +7,10 @@ from coordinator.rank_link import RankLink
 from coordinator.tasks import all_or_first_error
 from coordinator.timings import Timings
 from cp_wire.errors import ConfigRefused
+from cp_wire.logs import get_logger
 from cp_wire.pb import common_pb2, rank_pb2
+
+log = get_logger("coordinator.set")
 
 
 def first_difference(ours: common_pb2.ClusterConfig, theirs: common_pb2.ClusterConfig) -> str | None:
@@ -19,9 +22,12 @@ def first_difference(ours: common_pb2.ClusterConfig, theirs: common_pb2.ClusterC
     return None
 
 
-async def configure(link: RankLink, config: common_pb2.ClusterConfig, timings: Timings) -> None:
-    """Has the rank load its weights and checks that it took over every setting; raises RankFault."""
-    command = rank_pb2.Configure(config=config, rank=link.rank)
+async def configure(link: RankLink, config: common_pb2.ClusterConfig, pool_is_settled: bool, timings: Timings) -> None:
+    """Has the rank load its weights and checks that it took over every setting; raises RankFault.
+
+    pool_is_settled: config states the size of pools that the set's other ranks have already.
+    """
+    command = rank_pb2.Configure(config=config, rank=link.rank, pool_is_settled=pool_is_settled)
     response = await link.lane.send("configure", command, timings.configure_s)
     difference = first_difference(config, response.configured.config)
     if difference is not None:
@@ -40,6 +46,9 @@ def pool_blocks(config: common_pb2.ClusterConfig, room: Mapping[int, int]) -> in
         )
     if wanted < 1:
         raise ConfigRefused(f"rank {rank}: no room for even one KV block of {config.block_size} tokens")
+    asked, taken = config.kv_cache_tokens_per_rank, wanted * config.block_size
+    if asked and asked != taken:
+        log.warning("pool rounded down to whole blocks", asked_tokens=asked, tokens=taken, block_size=config.block_size)
     return wanted
 
 

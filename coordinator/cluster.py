@@ -15,7 +15,7 @@ class SchedulingSet:
     members: tuple[int, ...]
     """Pool member of each rank, in the order of `ranks`; ranks with equal members hold the same block ids."""
     groups: dict[str, tuple[int, ...]]
-    """Collective groups of more than one rank, by name (`tp:K`, `q:K`, `dcp:K`), ranks in group order."""
+    """Collective groups of more than one rank, by name (see `Grid.named_groups`), ranks in group order."""
 
     def member_of(self, rank: int) -> int:
         """Pool member of a rank of this set; `ValueError` for a rank of another set."""
@@ -23,13 +23,8 @@ class SchedulingSet:
 
 
 def scheduling_sets(grid: Grid) -> tuple[SchedulingSet, ...]:
-    """The sets of the grid, by DP index. K of a group's name counts over the whole grid."""
-    named = [
-        (f"{kind}:{index}", tuple(ranks))
-        for kind, groups in (("tp", grid.tp_groups()), ("q", grid.q_groups()), ("dcp", grid.dcp_groups()))
-        for index, ranks in enumerate(groups)
-        if len(ranks) > 1
-    ]
+    """The sets of the grid, by DP index."""
+    named = {name: ranks for name, ranks in grid.named_groups().items() if len(ranks) > 1}
     sets = []
     for index in range(grid.dp):
         ranks = tuple(rank for rank in range(grid.world_size) if grid.coords(rank).dp == index)
@@ -38,7 +33,7 @@ def scheduling_sets(grid: Grid) -> tuple[SchedulingSet, ...]:
                 index=index,
                 ranks=ranks,
                 members=tuple(grid.dcp_member(rank) for rank in ranks),
-                groups={name: group for name, group in named if group[0] in ranks},
+                groups={name: group for name, group in named.items() if group[0] in ranks},
             )
         )
     return tuple(sets)

@@ -25,6 +25,8 @@ RESULT_OF = {
 @dataclass(slots=True)
 class _Sent:
     kind: str
+    operation: str
+    """The command in words for clients."""
     epoch: int
     stall_limit_s: float | None
     answer: "asyncio.Future[rank_pb2.ExecuteResponse]"
@@ -59,7 +61,7 @@ class Lane:
             answer.set_exception(LaneClosed(self.rank, self._closed_reason))
             return answer
         self._sequence += 1
-        self._sent[self._sequence] = _Sent(kind, self.epoch, stall_limit_s, answer)
+        self._sent[self._sequence] = _Sent(kind, _operation(kind, command), self.epoch, stall_limit_s, answer)
         self._outbox.put_nowait(
             rank_pb2.ExecuteRequest(sequence=self._sequence, epoch=self.epoch, instance=self.instance, **{kind: command})
         )
@@ -126,12 +128,16 @@ class Lane:
         elif sent.answer.done():
             return
         elif response.WhichOneof("result") == "error":
-            sent.answer.set_exception(CommandFailed(self.rank, response.error.reason, response.error.message))
+            sent.answer.set_exception(CommandFailed(self.rank, sent.operation, response.error.reason, response.error.message))
         elif response.WhichOneof("result") == RESULT_OF[sent.kind]:
             sent.answer.set_result(response)
         else:
             sent.answer.cancel()
             self.close(f"it answered {sent.kind} with {response.WhichOneof('result')}")
+
+
+def _operation(kind: str, command: Any) -> str:
+    return f"{kind} of {command.group}" if kind in ("prepare_group", "open_group") else f"a {kind}"
 
 
 def _why(error: Exception) -> str:

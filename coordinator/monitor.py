@@ -32,6 +32,7 @@ async def watch(link: RankLink, timings: Timings) -> str:
                 return f"no answer for {timings.poll_deadline_s:g} s"
             return f"it does not answer ({error.code().name})"
         link.last_progress_ms = progress.last_progress_ms
+        link.load_fraction = progress.load_fraction
         reason = verdict(progress, link.instance, link.lane.stall_limit_s(progress.running_sequence))
         if reason is not None:
             return reason

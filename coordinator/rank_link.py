@@ -22,6 +22,7 @@ class RankLink:
         self.configured: rank_pb2.Configured | None = None
         self.pool_blocks = 0
         self.last_progress_ms = 0
+        self.load_fraction = 0.0
         self.background = Background(lambda name, error: on_lost(self, f"{name} failed ({type(error).__name__})"))
         """What looks after this life of the rank; ends with it."""
         # A plan may carry a whole prompt's token ids.

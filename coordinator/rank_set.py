@@ -2,13 +2,14 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from coordinator import bring_up
 from coordinator.cluster import SchedulingSet
 from coordinator.engine import Engine
-from coordinator.faults import CommandTimedOut, RankFault, StartFailed
+from coordinator.faults import COLLECTIVE_FAILED, CommandFailed, CommandTimedOut, RankFault, start_failure
 from coordinator.monitor import watch
 from coordinator.rank_link import RankLink
 from coordinator.tasks import Background
@@ -67,6 +68,8 @@ class RankSet:
         self._was_ready = False
         self._pool_blocks = 0
         self._break_reason = ""
+        self._lost = asyncio.Event()
+        """A rank was lost since the session began."""
         self._session: asyncio.Task[None] | None = None
         self._seats_changed = asyncio.Event()
         self._closing = Background(lambda name, error: None)
@@ -116,6 +119,7 @@ class RankSet:
                 self._seats_changed.clear()
                 await self._seats_changed.wait()
             self._break_reason = ""
+            self._lost.clear()
             self._session = asyncio.create_task(self._serve(), name=f"set {self.spec.index}")
             try:
                 await asyncio.wait({self._session})
@@ -123,8 +127,11 @@ class RankSet:
                 self._session.cancel()
                 await asyncio.wait({self._session})
                 raise
-            openings = 0 if self.ready else openings + 1
-            if not self._end_session(self._session, last_try=openings >= MAX_OPENINGS):
+            was_open, self.ready = self.ready, False
+            openings = 0 if was_open else openings + 1
+            fault = None if self._session.cancelled() else self._session.exception()
+            await self._wait_for_cause(fault)
+            if not self._end_session(fault, fence=not was_open and openings >= MAX_OPENINGS):
                 return
             if openings:
                 await asyncio.sleep(self._timings.retry_s)
@@ -142,9 +149,9 @@ class RankSet:
 
     async def _load(self, link: RankLink) -> None:
         try:
-            await bring_up.configure(link, self._config, self._timings)
+            await bring_up.configure(link, self._config, self._pool_blocks > 0, self._timings)
         except RankFault as fault:
-            self._lose(link, fault.what)
+            self._lose(link, fault.what, fault)
             return
         log.info("rank loaded its weights", rank=link.rank)
         self._seats_changed.set()
@@ -175,15 +182,23 @@ class RankSet:
         self._on_change()
         await self.engine.run([link.lane for link in links.values()])
 
-    def _end_session(self, session: "asyncio.Task[None]", last_try: bool) -> bool:
-        """Draws the conclusions from a session's end; False when there will be no other."""
-        fault = None if session.cancelled() else session.exception()
-        reason = self._break_reason or str(fault)
-        was_open, self.ready = self.ready, False
+    async def _wait_for_cause(self, fault: BaseException | None) -> None:
+        """Survivors of a lost rank may say so before its lane ends: the one to name is the lost one."""
+        if isinstance(fault, CommandFailed) and fault.reason == COLLECTIVE_FAILED:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._lost.wait(), self._timings.cause_s)
+
+    def _end_session(self, fault: BaseException | None, fence: bool) -> bool:
+        """Draws the conclusions from a session's end; False when there will be no other.
+
+        fence: the rank at fault has been given enough chances.
+        """
+        detail = f"rank {fault.rank}: {fault.detail}" if isinstance(fault, RankFault) else str(fault)
         if not self._was_ready:
-            self._on_fatal(fault if isinstance(fault, KvloomError) else StartFailed(reason))
+            self._on_fatal(fault if isinstance(fault, KvloomError) else start_failure(self._break_reason or detail, fault))
             return False
-        log.warning("set broken", set=self.spec.index, epoch=self.epoch, reason=reason)
+        reason = self._break_reason or _public(fault)
+        log.warning("set broken", set=self.spec.index, epoch=self.epoch, reason=reason, fault=detail)
         self.epoch += 1
         if self.engine is not None:
             self.engine.fail_all(Unavailable(f"the request was lost: {reason}", retry_after_s=self._timings.retry_s))
@@ -193,31 +208,37 @@ class RankSet:
                 seat.link.lane.tolerate_stalls(self._timings.command_s)
         if fault is not None and not isinstance(fault, RankFault):
             log.error("unexpected failure of a set", exc=fault, set=self.spec.index)
-        if isinstance(fault, CommandTimedOut) or (isinstance(fault, RankFault) and not was_open and last_try):
-            self._lose_rank(fault.rank, fault.what)
+        if isinstance(fault, CommandTimedOut) or (isinstance(fault, RankFault) and fence and not self._break_reason):
+            self._lose_rank(fault)
         self._on_change()
         return True
 
-    def _lose_rank(self, rank: int, reason: str) -> None:
-        link = self.seats[rank].link
+    def _lose_rank(self, fault: RankFault) -> None:
+        link = self.seats[fault.rank].link
         if link is not None:
-            self._lose(link, reason)
+            self._lose(link, fault.what, fault)
 
-    def _lose(self, link: RankLink, reason: str) -> None:
+    def _lose(self, link: RankLink, reason: str, fault: RankFault | None = None) -> None:
         """Fences a rank's process: it is no longer spoken to, whatever it does. Nothing happens if it already was."""
         seat = self.seats[link.rank]
         if seat.link is not link:
             return
-        seat.link, seat.state, seat.fenced_reason = None, "lost", reason
-        log.warning("rank lost", rank=seat.rank, instance=link.instance, reason=reason)
+        detail = fault.detail if fault is not None else reason
+        seat.link, seat.state, seat.fenced_reason = None, "lost", detail
+        log.warning("rank lost", rank=seat.rank, instance=link.instance, reason=detail)
         self._closing.spawn(link.close(reason), f"closing rank {seat.rank}")
-        text = f"rank {seat.rank}: {reason}"
-        self._break_reason = self._break_reason or text
+        self._break_reason = self._break_reason or f"rank {seat.rank}: {reason}"
+        self._lost.set()
         if self._session is not None:
             self._session.cancel()
         if not self._was_ready:
-            self._on_fatal(StartFailed(text))
+            self._on_fatal(start_failure(f"rank {seat.rank}: {detail}", fault))
         self._on_change()
+
+
+def _public(fault: BaseException | None) -> str:
+    """What clients are told: a text that is not ours may hold paths and addresses."""
+    return str(fault) if isinstance(fault, RankFault) else f"internal error ({type(fault).__name__})"
 
 
 def _with_pool(config: common_pb2.ClusterConfig, blocks: int) -> common_pb2.ClusterConfig:

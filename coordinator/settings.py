@@ -1,54 +1,15 @@
-"""The effective configuration: what was asked for, completed and adjusted once, from what the model says."""
+"""The configuration that the coordinator gives to its ranks."""
 
-from cp_layout.grid import Grid
-from cp_layout.interleave import Layout
-from cp_layout.laws import check_config
-from cp_layout.model_shape import DTYPE_BYTES
-from cp_wire.errors import ConfigRefused
-from cp_wire.identity import PROTOCOL_VERSION
+from cp_wire.effective import settle
 from cp_wire.pb import common_pb2
 from model_files import ModelFiles
 
 MAX_WAITING = 1024
 """Requests that may queue in one scheduling set."""
 
-AUTO_COLLECTIVES = "gloo"
-"""What works wherever the ranks are. A launcher that puts all of them on one host asks for shm by name."""
-
-
-def grid_of(config: common_pb2.ClusterConfig) -> Grid:
-    """The rank grid; raises LayoutError."""
-    return Grid(tp=config.tp, pcp=config.pcp, dcp=config.dcp, dp=config.dp)
-
-
-def layout_of(config: common_pb2.ClusterConfig) -> Layout:
-    """The KV layout of every request; raises LayoutError."""
-    return Layout(num_shards=config.dcp, interleave=config.interleave, block_size=config.block_size)
-
 
 def effective_config(asked: common_pb2.ClusterConfig, model: ModelFiles) -> common_pb2.ClusterConfig:
-    """Settles `auto` and absent values and checks the laws; raises LayoutError or ConfigRefused, naming the numbers."""
-    shape = model.shape
-    config = common_pb2.ClusterConfig()
-    config.CopyFrom(asked)
-    config.interleave = asked.interleave or asked.block_size
-    config.dtype = shape.dtype if asked.dtype in ("", "auto") else asked.dtype
-    config.kv_cache_dtype = config.dtype if asked.kv_cache_dtype in ("", "auto") else asked.kv_cache_dtype
-    config.collectives = AUTO_COLLECTIVES if asked.collectives in ("", "auto") else asked.collectives
-    config.max_model_len = asked.max_model_len or shape.max_position
+    """Settles what was asked for and states which model it is for; raises LayoutError or ConfigRefused."""
+    config = settle(asked, model.shape)
     config.model_hash, config.model_name = model.hash, model.name
-    config.protocol_version = PROTOCOL_VERSION
-    if config.max_model_len > shape.max_position:
-        raise ConfigRefused(f"max_model_len {config.max_model_len} is beyond the model's {shape.max_position} positions")
-    for name in ("dtype", "kv_cache_dtype"):
-        if getattr(config, name) not in DTYPE_BYTES:
-            raise ConfigRefused(f"{name} {getattr(config, name)} is not one of {', '.join(DTYPE_BYTES)}")
-    check_config(
-        grid_of(config),
-        layout_of(config),
-        shape.num_heads,
-        shape.num_kv_heads,
-        q_replicate=config.q_replicate,
-        kv_tokens_per_rank=config.kv_cache_tokens_per_rank or None,
-    )
     return config

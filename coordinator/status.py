@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 from coordinator.rank_set import RankSet, Seat
 from coordinator.step_times import StepMeter
+from cp_layout.capacity import group_capacity_tokens
+from cp_layout.interleave import Layout
 from cp_wire.pb import common_pb2, coordinator_pb2
 
 
@@ -17,7 +19,7 @@ def cluster_state(sets: Sequence[RankSet], started: bool, draining: bool) -> str
 
 
 def cluster_status(
-    sets: Sequence[RankSet], config: common_pb2.ClusterConfig, state: str, num_shards: int, last_steps: int = 0
+    sets: Sequence[RankSet], config: common_pb2.ClusterConfig, state: str, layout: Layout, last_steps: int = 0
 ) -> coordinator_pb2.GetStatusResponse:
     """A snapshot; nothing in it can fail, and its cost does not depend on the requests."""
     schedulers = [home.engine.scheduler for home in sets if home.engine is not None]
@@ -34,9 +36,9 @@ def cluster_status(
         config=config,
         state=state,
         step_times=StepMeter.merged([home.engine.meter for home in sets if home.engine is not None], last_steps).report(),
-        kv_capacity_tokens=sum(home.pool_blocks for home in sets) * num_shards * config.block_size,
+        kv_capacity_tokens=sum(group_capacity_tokens(layout, home.pool_blocks) for home in sets),
     )
-    status.prefix_cache.hit_unit_tokens = num_shards * config.block_size
+    status.prefix_cache.hit_unit_tokens = layout.virtual_block_size
     for name in ("queried_tokens", "hit_tokens", "recomputed_tokens", "preemptions"):
         setattr(status.prefix_cache, name, sum(getattr(counters, name) for counters in stats))
     return status
@@ -54,6 +56,7 @@ def _rank(home: RankSet, seat: Seat) -> coordinator_pb2.RankStatus:
     if seat.link is not None:
         status.address = seat.link.address
         status.last_progress_ms = seat.link.last_progress_ms
+        status.load_fraction = seat.link.load_fraction
         status.kv_blocks_total = seat.link.pool_blocks
         if home.engine is not None and seat.link.pool_blocks:
             status.kv_blocks_free = home.engine.scheduler.free_blocks[home.spec.member_of(seat.rank)]

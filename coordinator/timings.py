@@ -23,6 +23,12 @@ class Timings:
     """Any other command, also one that queues behind a collective that has to time out first."""
     open_group_s: float = 30.0
     """Until all members of a group have met."""
+    cause_s: float = 0.2
+    """After a rank's collective has failed: for signs of another rank's end, which would be the cause."""
+    text_s: float = 30.0
+    """The text of a step may take, also while earlier steps' is being prepared; a text thread that is later is stuck."""
+    encode_s: float = 120.0
+    """Until a prompt is tokenised and checked, the wait for earlier ones included."""
     retry_s: float = 0.5
     """Before a set whose groups did not open tries again, and the advice to clients of a lost rank."""
     start_s: float = 600.0

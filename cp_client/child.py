@@ -28,7 +28,9 @@ class Child:
         self.announced = {word: loop.create_future() for word in ANNOUNCEMENTS}
         self.exited: asyncio.Future[int] = loop.create_future()
         self.fatal = ""
-        """What the child said on its `fatal: ` line."""
+        """What the child said on its `fatal: ` line. It is not printed like other lines: `why` hands it to who reports it."""
+        self.told = False
+        """Whether `why` was asked, or `tell` called."""
         self._process = subprocess.Popen(
             argv, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, process_group=0
         )
@@ -52,12 +54,19 @@ class Child:
 
     def why(self) -> str:
         """One clause about the end of the child."""
+        self.told = True
         if self.fatal:
             return self.fatal
         status = self._process.returncode
         if status is not None and status < 0:
             return f"killed by {signal.Signals(-status).name}"
         return f"exited with status {status}"
+
+    def tell(self) -> None:
+        """Prints the fatal line after all: nobody else will."""
+        self.told = True
+        if self.fatal:
+            self._echo(f"fatal: {self.fatal}")
 
     def send(self, number: int) -> None:
         """Sends a signal; nothing happens if the child has gone."""
@@ -114,7 +123,8 @@ class Child:
     def _on_stderr(self, line: str) -> None:
         if line.startswith("fatal: "):
             self.fatal = line.removeprefix("fatal: ")
-        self._echo(line)
+        else:
+            self._echo(line)
 
     def _echo(self, line: str) -> None:
         print(f"[{self.name}] {line}", file=sys.stderr, flush=True)

@@ -9,7 +9,7 @@ from cp_client.default_model import ModelFetchError
 from cp_client.launcher import Cluster, ClusterFailed
 from cp_client.up_command import cluster_spec
 from cp_wire import process
-from cp_wire.errors import KvloomError
+from cp_wire.errors import ConfigRefused, KvloomError
 from cp_wire.logs import configure_logging
 
 PROMPT = "Why is the sky blue? Answer in two sentences."
@@ -37,6 +37,9 @@ def main(argv: Sequence[str]) -> int:
     except ModelFetchError as failure:
         print(f"kvloom: {failure}", file=sys.stderr)
         return process.FAILED
+    except ConfigRefused as refusal:
+        print(f"kvloom: {refusal}", file=sys.stderr)
+        return process.REFUSED
 
     async def demo() -> int:
         try:

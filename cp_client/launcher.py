@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from cp_client.child import Child, child_environment
+from cp_client.loading import follow_loading
 from cp_wire.channels import open_channel
 from cp_wire.errors import RpcError, from_rpc_error
+from cp_wire.host import local_address
 from cp_wire.logs import get_logger
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
 
@@ -65,11 +67,16 @@ class Cluster:
     async def start(self) -> str:
         """Starts everything and returns HOST:PORT once requests are accepted; `ClusterFailed` names the process at fault."""
         self._coordinator = self._track(Child("coordinator", self._spec.coordinator, child_environment(1)))
-        self._address = await self._announced("listening", self._spec.listen_timeout_s)
+        self._address = local_address(await self._announced("listening", self._spec.listen_timeout_s))
         for rank in range(self._spec.num_ranks):
             self._start_rank(rank)
-        # The coordinator bounds the rest of the start itself and names the ranks that never came.
-        return await self._announced("ready", None)
+        loading = asyncio.ensure_future(follow_loading(self._address))
+        try:
+            # The coordinator bounds the rest of the start itself and names the ranks that never came.
+            return await self._announced("ready", None)
+        finally:
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
 
     async def supervise(self) -> None:
         """Restarts ranks and kills fenced ones until that is no longer possible: ends with `ClusterFailed`."""
@@ -94,6 +101,11 @@ class Cluster:
         if self._coordinator is not None:
             await self._coordinator.stop(self._spec.drain_s)
         await asyncio.gather(*(child.stop(self._spec.stop_s) for child in self._ranks.values()))
+        said = {child.fatal for child in self._gone if child.told}
+        for child in self._gone:
+            if child.fatal not in said:
+                said.add(child.fatal)
+                child.tell()
 
     def kill(self) -> None:
         """SIGKILL to all, without waiting."""

@@ -10,11 +10,12 @@ from cp_client.exit_status import DONE, FAILED, REFUSED
 from cp_client.launcher import Cluster, ClusterFailed, ClusterSpec, run_cluster
 from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
-from cp_layout.interleave import Layout
-from cp_layout.laws import check_config
 from cp_wire import process
-from cp_wire.flags import SIZES, add_cluster_flags, cluster_argv, integer, threads_per_rank
-from cp_wire.host import host_identity
+from cp_wire.effective import check_device, settle
+from cp_wire.errors import ConfigRefused
+from cp_wire.flags import SIZES, add_cluster_flags, cluster_argv, cluster_config_from, integer, threads_per_rank
+from cp_wire.host import host_identity, local_host
+from cp_wire.host_memory import available_bytes, max_kv_blocks
 from cp_wire.logs import configure_logging
 from model_files import ModelRefused, open_model
 
@@ -59,7 +60,7 @@ def up(args: Namespace) -> int:
             return DONE
 
         return process.run(main, on_second_signal=kill)
-    except (LayoutError, ModelRefused) as refusal:
+    except (ConfigRefused, LayoutError, ModelRefused) as refusal:
         print(f"kvloom: {refusal}", file=sys.stderr)
         return REFUSED
     except ModelFetchError as failure:
@@ -68,9 +69,9 @@ def up(args: Namespace) -> int:
 
 
 def cluster_spec(args: Namespace) -> ClusterSpec:
-    """The commands behind the flags, after all laws have been checked: nothing has been started yet.
+    """The commands behind the flags, after everything that can be judged from here has been: nothing has been started yet.
 
-    `LayoutError` or `ModelRefused` names the law or the setting that stands against it.
+    `ConfigRefused`, `LayoutError` or `ModelRefused` names the law or the setting that stands against it.
     """
     defaults = DEFAULT_SIZES if args.model is None else {}
     if all(getattr(args, name) is None for name in SIZES):
@@ -81,14 +82,17 @@ def cluster_spec(args: Namespace) -> ClusterSpec:
     grid = Grid(tp=args.tp, pcp=args.pcp, dcp=args.dcp, dp=args.dp)
     if grid.world_size > MAX_RANKS:
         raise LayoutError(f"{grid.world_size} ranks (dp·pcp·tp) are more than one host starts, {MAX_RANKS}")
-    layout = Layout(args.dcp, args.interleave or args.block_size, args.block_size)
+    check_device(args.device)
     shape = open_model(model).shape
-    check_config(grid, layout, shape.num_heads, shape.num_kv_heads, kv_tokens_per_rank=args.kv_cache_tokens_per_rank or None)
-    if args.collectives == "auto" and args.device != "cuda" and host_identity():
+    config = settle(cluster_config_from(args), shape)
+    bytes_per_block = shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
+    max_kv_blocks(config, bytes_per_block, available_bytes(), grid.world_size)
+    if args.collectives == "auto" and host_identity():
         args.collectives = "shm"  # all ranks run here, as children of one process
     threads = threads_per_rank(args.threads_per_rank, grid.world_size)
     common = ("--model", os.fspath(model), "--exit-with-stdin")
-    rank_flags = ("--host", args.host, "--device", args.device, "--threads-per-rank", str(threads))
+    # Everybody may be let in at the coordinator's door; the ranks talk to one another at an address they can dial.
+    rank_flags = ("--host", local_host(args.host), "--device", args.device, "--threads-per-rank", str(threads))
     return ClusterSpec(
         coordinator=(sys.executable, "-m", "coordinator", *common, "--port", str(args.port), *cluster_argv(args)),
         rank=(sys.executable, "-m", "rank_server", *common, *rank_flags, "--ranks-on-host", str(grid.world_size)),

@@ -84,6 +84,21 @@ class Grid:
         d = self.dcp_in_tp
         return [group[i : i + d] for group in self.tp_groups() for i in range(0, self.tp, d)]
 
+    def named_groups(self) -> dict[str, tuple[int, ...]]:
+        """All TP, Q and DCP groups, those of one rank included, by name: `tp:K`, `q:K`, `dcp:K`; ranks in group order.
+
+        K counts over the whole grid. Who opens groups opens them in this order.
+        """
+        kinds = {"tp": self.tp_groups(), "q": self.q_groups(), "dcp": self.dcp_groups()}
+        return {f"{kind}:{k}": tuple(ranks) for kind, groups in kinds.items() for k, ranks in enumerate(groups)}
+
+    def group_name(self, kind: str, rank: int) -> str:
+        """Name of the group of a kind (`tp`, `q` or `dcp`) that the rank is in; `LayoutError` when there is none."""
+        for name, ranks in self.named_groups().items():
+            if name.startswith(f"{kind}:") and rank in ranks:
+                return name
+        raise LayoutError(f"rank {rank} is in no {kind} group")
+
     def dcp_member(self, rank: int) -> int:
         """Index of the rank in its DCP group: (t mod d)·PCP + p, and 0 when dcp = 1."""
         if self.dcp == 1:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from cp_layout.cuts import kv_head_cut
 from cp_layout.errors import LayoutError
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
-"""Bytes per element of the dtypes a cache or a model may have."""
+DTYPE_BYTES = {"bfloat16": 2, "float32": 4, "float16": 2}
+"""Bytes per element of the dtypes that a rank computes in and keeps its cache in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class ModelShape:
     rope_theta: float
     tie_embeddings: bool
     dtype: str
-    """Checkpoint's dtype, one of DTYPE_BYTES; bfloat16 for GGUF."""
+    """Checkpoint's dtype, bfloat16 for GGUF; a checkpoint may have one that is not in DTYPE_BYTES."""
     rope_scaling: RopeScaling | None = None
     """None: plain rotary positions."""
     qkv_bias: bool = False

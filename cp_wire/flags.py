@@ -4,10 +4,10 @@ import argparse
 import os
 from collections.abc import Callable
 
+from cp_layout.model_shape import DTYPE_BYTES
 from cp_wire.pb import common_pb2
 
-DTYPES = ("auto", "bfloat16", "float32", "float16")
-KV_DTYPES = ("auto", "bfloat16", "float32", "float16")
+DTYPES = ("auto", *DTYPE_BYTES)
 DEVICES = ("auto", "cpu", "cuda")
 COLLECTIVES = ("auto", "gloo", "shm")
 MERGES = {"a2a": common_pb2.MERGE_A2A, "ag_rs": common_pb2.MERGE_AG_RS}
@@ -81,7 +81,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     pool = parser.add_mutually_exclusive_group()
     pool.add_argument("--kv-cache-tokens-per-rank", type=integer(1, _UINT64_MAX), default=0, metavar="N")
     pool.add_argument("--kv-cache-memory-bytes", type=byte_count, default=0, metavar="X", help="KV pool of a rank, e.g. 2GiB")
-    parser.add_argument("--kv-cache-dtype", choices=KV_DTYPES, default="auto", help="default: the model's dtype")
+    parser.add_argument("--kv-cache-dtype", choices=DTYPES, default="auto", help="default: the model's dtype")
     parser.add_argument("--max-model-len", type=integer(1), default=0, metavar="L", help="default: what the model allows")
     parser.add_argument(
         "--max-num-seqs", type=integer(1), default=64, metavar="S", help="requests running at once (default: 64)"

@@ -9,36 +9,42 @@ from collections.abc import Awaitable, Callable
 
 import uvloop
 
+from cp_layout.errors import LayoutError
 from cp_wire.errors import ConfigRefused, InvalidRequest, KvloomError
 
 DONE, FAILED, REFUSED = 0, 1, 2
 """Exit statuses."""
 
-_REFUSALS = (ConfigRefused, InvalidRequest, ValueError)
+_REFUSALS = (ConfigRefused, InvalidRequest, LayoutError)
 
 
-def run(main: Callable[[], Awaitable[int]], *, on_second_signal: Callable[[], None] | None = None) -> int:
+def run(
+    main: Callable[[], Awaitable[int]],
+    *,
+    refusals: tuple[type[Exception], ...] = (),
+    on_second_signal: Callable[[], None] | None = None,
+) -> int:
     """Runs `main` on a uvloop event loop and returns the exit status of the process.
 
     The first SIGINT or SIGTERM cancels `main`, which cleans up and either returns a status or lets CancelledError
     pass (status 0); the second one calls `on_second_signal` and ends the process at once with status 1. An exception
-    becomes the last line on stderr, `fatal: MESSAGE`: status 2 for a refusal (ConfigRefused, InvalidRequest,
-    ValueError), 1 for the rest.
+    becomes the last line on stderr, `fatal: MESSAGE`: status 2 for a refusal (ConfigRefused, InvalidRequest, LayoutError
+    and `refusals`, what else the process's own packages refuse with), 1 for the rest.
     """
     try:
         return uvloop.run(_until_signal(main, on_second_signal))
     except Exception as error:
-        return report(error)
+        return report(error, refusals)
 
 
-def report(error: Exception) -> int:
+def report(error: Exception, refusals: tuple[type[Exception], ...] = ()) -> int:
     """Writes `fatal: …` for an exception that ends the process, below its traceback if it is a bug; returns the status."""
-    expected = isinstance(error, (KvloomError, OSError)) or (isinstance(error, ValueError) and type(error) is not ValueError)
-    if not expected:
+    refused = isinstance(error, (*_REFUSALS, *refusals))
+    if not refused and not isinstance(error, (KvloomError, OSError)):
         traceback.print_exception(error)
     message = " ".join((str(error) or type(error).__name__).split())
     print(f"fatal: {message}", file=sys.stderr, flush=True)
-    return REFUSED if isinstance(error, _REFUSALS) else FAILED
+    return REFUSED if refused else FAILED
 
 
 async def _until_signal(main: Callable[[], Awaitable[int]], on_second_signal: Callable[[], None] | None) -> int:

@@ -90,25 +90,30 @@ class GgufModel(ModelFiles):
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        tensor = self._checked_rows(name, start, stop)
+    def read_rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> np.ndarray:
+        tensor = self._checked_rows(name, start, stop, columns)
         if len(tensor.shape) == 1:
-            return self._dequantised(tensor.source_name, 0, 1)[0, start:stop].copy()
+            return self._dequantised(tensor.source_name, 0, 1, None)[0, start:stop].copy()
         if not (FAMILIES[self.shape.architecture].gguf_pairs_rows and name.endswith(_ROTATED)):
-            return self._dequantised(tensor.source_name, start, stop)
+            return self._dequantised(tensor.source_name, start, stop, columns)
         head_dim = self.shape.head_dim
         first, last = start // head_dim, -(-stop // head_dim)
-        rows = rotate_half_order(self._dequantised(tensor.source_name, first * head_dim, last * head_dim), head_dim)
+        rows = rotate_half_order(self._dequantised(tensor.source_name, first * head_dim, last * head_dim, columns), head_dim)
         return rows[start - first * head_dim : stop - first * head_dim].copy()
 
-    def _dequantised(self, source_name: str, start: int, stop: int) -> np.ndarray:
+    def _dequantised(self, source_name: str, start: int, stop: int, columns: tuple[int, int] | None) -> np.ndarray:
         """Rows as stored, [stop − start, columns] float32, owned by the caller; a vector is one row."""
         tensor = self.header.tensors[source_name]
+        first, last = columns or (0, tensor.shape[-1])
+        if start == stop or first == last:
+            return np.empty((stop - start, last - first), np.float32)
         width = tensor.row_bytes
-        if start == stop:
-            return np.empty((0, tensor.shape[-1]), np.float32)
         raw = np.frombuffer(self.header.buffer, np.uint8, (stop - start) * width, tensor.begin + start * width)
-        return np.array(dequantize(raw.reshape(stop - start, width), tensor.type), dtype=np.float32)
+        block, block_bytes = GGML_QUANT_SIZES[tensor.type]
+        first_block, last_block = first // block, -(-last // block)
+        blocks = raw.reshape(stop - start, width)[:, first_block * block_bytes : last_block * block_bytes]
+        rows = dequantize(np.ascontiguousarray(blocks), tensor.type)
+        return np.array(rows[:, first - first_block * block : last - first_block * block], dtype=np.float32)
 
 
 def rotate_half_order(rows: np.ndarray, head_dim: int) -> np.ndarray:

@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-from cp_layout.model_shape import DTYPE_BYTES, ModelShape
+from cp_layout.model_shape import ModelShape
 from model_files.errors import ModelRefused
 from model_files.families import FAMILIES, Family
 from model_files.fields import Fields
 from model_files.hf_rope import rope_from_config
+from model_files.safetensors_index import STORED_DTYPES
 
 _NEVER = (
     "quantization_config",
@@ -103,6 +104,7 @@ def _refuse_other_mathematics(fields: Fields, family: Family, origin: Path) -> N
 def _dtype(fields: Fields, origin: Path, stored_dtype: str | None) -> str:
     named = fields.get("dtype", fields.get("torch_dtype", stored_dtype))
     dtype = str(named).removeprefix("torch.")
-    if dtype not in DTYPE_BYTES:
-        raise ModelRefused(f"{origin}: dtype {named!r} is not supported, only {', '.join(DTYPE_BYTES)}")
+    known = [name for name, _ in STORED_DTYPES.values()]
+    if dtype not in known:
+        raise ModelRefused(f"{origin}: dtype {named!r} is not supported, only {', '.join(known)}")
     return dtype

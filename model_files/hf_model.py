@@ -1,5 +1,6 @@
 """A Hugging Face directory: config.json, safetensors, tokenizer.json and their companions."""
 
+import mmap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -65,21 +66,33 @@ class HfModel(ModelFiles):
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
 
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        tensor = self._checked_rows(name, start, stop)
+    def read_rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> np.ndarray:
+        tensor = self._checked_rows(name, start, stop, columns)
         stored = self.stored[name]
         row_shape = tensor.shape[1:]
         width = int(np.prod(row_shape, dtype=np.int64))
-        dtype, size = STORED_DTYPES[stored.dtype]
-        raw = np.fromfile(
-            stored.file,
-            dtype="<u2" if dtype == "bfloat16" else np.dtype(dtype).newbyteorder("<"),
-            count=(stop - start) * width,
-            offset=stored.begin + start * width * size,
-        )
+        named, size = STORED_DTYPES[stored.dtype]
+        dtype = np.dtype("<u2") if named == "bfloat16" else np.dtype(named).newbyteorder("<")
+        begin, count = stored.begin + start * width * size, (stop - start) * width
+        if columns is None or columns == (0, width):
+            raw = np.fromfile(stored.file, dtype, count, offset=begin).reshape(stop - start, *row_shape)
+        else:
+            raw = _columns(stored.file, dtype, begin, (stop - start, width), columns)
         # bfloat16 is the upper half of a float32.
-        values = (raw.astype(np.uint32) << 16).view(np.float32) if dtype == "bfloat16" else raw.astype(np.float32)
-        return values.reshape(stop - start, *row_shape)
+        return (raw.astype(np.uint32) << 16).view(np.float32) if named == "bfloat16" else raw.astype(np.float32)
+
+
+def _columns(file: Path, dtype: np.dtype, begin: int, shape: tuple[int, int], columns: tuple[int, int]) -> np.ndarray:
+    """A range of columns of the matrix that begins at byte `begin`: no page without any of them is read."""
+    first, last = columns
+    if 0 in shape or first == last:
+        return np.empty((shape[0], last - first), dtype)
+    with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        mapped.madvise(mmap.MADV_RANDOM)  # reading ahead would bring in the columns between
+        matrix = np.frombuffer(mapped, dtype, shape[0] * shape[1], begin).reshape(shape)
+        part = matrix[:, first:last].copy()
+        del matrix  # a view would keep the map from closing
+    return part
 
 
 def open_hf(directory: Path) -> HfModel:

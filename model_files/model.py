@@ -52,14 +52,18 @@ class ModelFiles(ABC):
         """The tokenizer, built once; `ModelRefused` when the files do not describe one that is supported."""
 
     @abstractmethod
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+    def read_rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None = None) -> np.ndarray:
         """Rows [start, stop) of a tensor (elements of a vector) as a fresh float32 array in Hugging Face order.
 
-        Only the bytes of those rows are read. `KeyError` for an unknown name, `ValueError` for a range outside the tensor.
+        Only the bytes of those rows are read. columns: half-open range, of a matrix only; then only those columns are, rounded
+        to the pages of the file that hold them, and in a quantised tensor to whole quantisation blocks. `KeyError` for an
+        unknown name, `ValueError` for a range outside the tensor.
         """
 
-    def _checked_rows(self, name: str, start: int, stop: int) -> TensorInfo:
+    def _checked_rows(self, name: str, start: int, stop: int, columns: tuple[int, int] | None) -> TensorInfo:
         tensor = self.tensors[name]
         if not 0 <= start <= stop <= tensor.shape[0]:
             raise ValueError(f"rows {start}..{stop} of {name} do not exist, it has {tensor.shape[0]}")
+        if columns is not None and not (len(tensor.shape) == 2 and 0 <= columns[0] <= columns[1] <= tensor.shape[1]):
+            raise ValueError(f"columns {columns[0]}..{columns[1]} of {name} do not exist, its shape is {list(tensor.shape)}")
         return tensor

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from cp_wire import channels, errors, process
+from cp_wire.effective import check_device
 from cp_wire.flags import DEVICES, integer, threads_per_rank
-from cp_wire.host import host_identity
+from cp_wire.host import host_identity, is_wildcard
 from cp_wire.identity import PROTOCOL_VERSION, new_instance
 from cp_wire.logs import configure_logging
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc, rank_pb2_grpc
 from cp_wire.serve import Server
-from model_files import open_model
+from model_files import ModelRefused, open_model
 from rank_server.collectives.table import backends
 from rank_server.executor import Executor
 from rank_server.service import RankServicer
@@ -45,8 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 async def serve(args: argparse.Namespace) -> int:
     """Runs until the lane closes; the exit status is 0 when it closed after it had been open."""
-    if args.device == "cuda":
-        raise errors.ConfigRefused("device cuda is not supported, only cpu")
+    check_device(args.device)
+    if is_wildcard(args.host):
+        raise errors.ConfigRefused(f"a rank needs an address that its peers can reach, not the wildcard {args.host!r}")
     model_files = open_model(args.model)
     torch.set_num_threads(threads_per_rank(args.threads_per_rank, args.ranks_on_host))
     instance = new_instance()
@@ -103,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit status."""
     args = build_parser().parse_args(argv)
     configure_logging(f"rank{args.rank}")
-    return process.run(lambda: serve(args))
+    return process.run(lambda: serve(args), refusals=(ModelRefused,))
 
 
 if __name__ == "__main__":

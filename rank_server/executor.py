@@ -1,15 +1,13 @@
 """What a rank does for each command of its lane. Runs on the worker thread only; knows nothing of gRPC calls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from cp_layout.cuts import kv_head_cut
-from cp_layout.grid import Grid
-from cp_layout.interleave import Layout
-from cp_layout.laws import check_config
+from cp_wire.errors import ConfigRefused
+from cp_wire.host_memory import PoolRefused, available_bytes, max_kv_blocks
 from cp_wire.pb import common_pb2, rank_pb2
 from model_files import ModelFiles
 from rank_server.attention.dcp_gqa import DcpAttention
@@ -17,50 +15,14 @@ from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
 from rank_server.draws import answer
 from rank_server.kv_pool import KvPool
-from rank_server.memory import available_bytes, max_kv_blocks
 from rank_server.models.table import build_model, load_weights
 from rank_server.penalties import TokenHistory
+from rank_server.place import Place
 from rank_server.sequences import PlanRefused, SequenceTable
 from rank_server.step_batch import StepBatch, build, commit, keep_history, no_history, take_in
 
 if TYPE_CHECKING:
     from rank_server.models.decoder import DecoderModel
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-_MERGES = {common_pb2.MERGE_A2A: "a2a", common_pb2.MERGE_AG_RS: "ag_rs"}
-
-
-class ConfigRefused(ValueError):
-    """The rank can't serve this configuration; the message names the setting."""
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where the rank stands: the effective configuration and everything that follows from it alone."""
-
-    rank: int
-    config: common_pb2.ClusterConfig
-    grid: Grid
-    layout: Layout
-    member: int
-    tp_index: int
-    pcp_index: int
-
-    @classmethod
-    def of(cls, config: common_pb2.ClusterConfig, rank: int) -> "Place":
-        """Derives the place of a global rank; raises `ConfigRefused` for a rank outside the grid."""
-        grid = Grid(tp=config.tp, pcp=config.pcp, dcp=config.dcp, dp=config.dp)
-        if rank >= grid.world_size:
-            raise ConfigRefused(f"rank {rank} does not exist in a world of {grid.world_size} ranks")
-        layout = Layout(num_shards=config.dcp, interleave=config.interleave, block_size=config.block_size)
-        coords = grid.coords(rank)
-        return cls(rank, config, grid, layout, grid.dcp_member(rank), coords.tp, coords.pcp)
-
-    def group_name(self, kind: str) -> str:
-        """Name of the rank's group of a kind: "tp", "q" or "dcp"."""
-        groups = {"tp": self.grid.tp_groups, "q": self.grid.q_groups, "dcp": self.grid.dcp_groups}[kind]()
-        return next(f"{kind}:{i}" for i, ranks in enumerate(groups) if self.rank in ranks)
 
 
 class Executor:
@@ -84,11 +46,14 @@ class Executor:
         self._backend: Backend | None = None
         self._place: Place | None = None
         self._weights: Mapping[str, torch.Tensor] = {}
+        self._bytes_per_block = 0
         self._pool: KvPool | None = None
         self._groups: dict[str, Group] = {}
         self._model: DecoderModel | None = None
         self._attention: DcpAttention | None = None
         self._sequences = SequenceTable()
+        self.load_fraction = 0.0
+        """How much of its weights the rank has in memory, 0 … 1; may be read from any thread."""
 
     @property
     def pool(self) -> KvPool:
@@ -104,49 +69,50 @@ class Executor:
             raise PlanRefused("the rank is not configured yet")
         return self._place
 
-    def configure(self, config: common_pb2.ClusterConfig, rank: int) -> rank_pb2.Configured:
-        """Loads the rank's slice of the weights and says how large a pool it can hold."""
-        shape = self._files.shape
+    def configure(self, config: common_pb2.ClusterConfig, rank: int, pool_is_settled: bool = False) -> rank_pb2.Configured:
+        """Loads the rank's slice of the weights and says how large a pool it can hold.
+
+        pool_is_settled: the other ranks of this host have their pools, so what memory is left is for this one alone.
+        """
         if self._place is not None:
             raise ConfigRefused("the rank is configured already")
-        if config.dtype not in DTYPES or config.kv_cache_dtype not in DTYPES:
-            raise ConfigRefused(f"dtype {config.dtype!r} / KV dtype {config.kv_cache_dtype!r} is not one of {sorted(DTYPES)}")
-        if config.q_replicate:
-            raise ConfigRefused("replicated query projections are not supported")
-        if config.collectives not in self._backends:
-            raise ConfigRefused(f"collectives {config.collectives!r} is not one of {sorted(self._backends)}")
-        place = Place.of(config, rank)
-        check_config(place.grid, place.layout, shape.num_heads, shape.num_kv_heads)
-        self._backend = self._backends[config.collectives]()
-        self._weights = load_weights(
-            self._files, place.grid.tp, place.tp_index, DTYPES[config.dtype], lambda done, total: self._progress()
-        )
-        bytes_per_block = shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
-        blocks = max_kv_blocks(config, bytes_per_block, available_bytes(), self._ranks_on_host)
+        place = Place.of(config, rank, self._files.shape)
+        self._backend = self._open_backend(config.collectives)
+        self._weights = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded)
+        self._bytes_per_block = self._files.shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
+        sharers = 1 if pool_is_settled else self._ranks_on_host
+        blocks = max_kv_blocks(config, self._bytes_per_block, available_bytes(), sharers)
         self._place = place
+        weights = self._weights.values()
         return rank_pb2.Configured(
-            config=config,
+            config=place.taken_over(config, next(iter(weights)).dtype, self._files.hash, config.collectives),
             max_kv_blocks=blocks,
-            kv_bytes_per_block=bytes_per_block,
-            weight_bytes=sum(tensor.nbytes for tensor in self._weights.values()),
+            kv_bytes_per_block=self._bytes_per_block,
+            weight_bytes=sum(tensor.nbytes for tensor in weights),
         )
 
     def allocate_pool(self, num_blocks: int) -> rank_pb2.PoolAllocated:
-        """Creates the pool; all ranks of a set get the same number of blocks."""
+        """Creates the pool; all ranks of a set get the same number of blocks.
+
+        `PoolRefused` when a block is not the size that the number of blocks was planned with.
+        """
         shape, place = self._files.shape, self.place
         if self._pool is not None:
             raise PlanRefused("the KV pool is allocated already")
         first, last = kv_head_cut(shape.num_kv_heads, place.grid.tp, place.tp_index)
-        self._pool = KvPool(
+        pool = KvPool(
             num_layers=shape.num_layers,
             num_blocks=num_blocks,
-            block_size=place.config.block_size,
+            block_size=place.layout.block_size,
             num_kv_heads=last - first,
             head_dim=shape.head_dim,
-            dtype=DTYPES[place.config.kv_cache_dtype],
+            dtype=place.kv_dtype,
             device=torch.device("cpu"),
         )
-        return rank_pb2.PoolAllocated(num_blocks=num_blocks, bytes=num_blocks * self._pool.bytes_per_block)
+        if pool.bytes_per_block != self._bytes_per_block:
+            raise PoolRefused(f"a KV block takes {pool.bytes_per_block} bytes, {self._bytes_per_block} were planned")
+        self._pool = pool
+        return rank_pb2.PoolAllocated(num_blocks=num_blocks, bytes=num_blocks * pool.bytes_per_block)
 
     def prepare_group(self, name: str, ranks: Sequence[int]) -> rank_pb2.GroupPrepared:
         """Bootstrap bytes for a group of which this rank is member 0."""
@@ -218,12 +184,12 @@ class Executor:
     def _assemble(self, pool: KvPool) -> "tuple[DecoderModel, DcpAttention]":
         if self._model is None or self._attention is None:
             place, shape = self.place, self._files.shape
-            self._model = build_model(shape, self._weights, self._group("tp"), DTYPES[place.config.dtype])
+            self._model = build_model(shape, self._weights, self._group("tp"), place.dtype)
             self._attention = DcpAttention(
                 pool,
                 q_group=self._group("q"),
                 dcp_group=self._group("dcp"),
-                merge=_MERGES[place.config.merge],
+                merge=place.merge,
                 scale=shape.head_dim**-0.5,
                 pcp=1 if place.grid.dcp == 1 else place.grid.pcp,
             )
@@ -238,6 +204,18 @@ class Executor:
         if name not in self._groups:
             raise PlanRefused(f"group {name} of {size} ranks is not open")
         return self._groups[name]
+
+    def _loaded(self, done: int, total: int) -> None:
+        self.load_fraction = done / total
+        self._progress()
+
+    def _open_backend(self, name: str) -> Backend:
+        if name not in self._backends:
+            raise ConfigRefused(f"collectives {name!r} is not one of {', '.join(self._backends)}")
+        try:
+            return self._backends[name]()
+        except ValueError as error:
+            raise ConfigRefused(str(error)) from error
 
     def _require_backend(self) -> Backend:
         if self._backend is None:

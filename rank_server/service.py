@@ -9,12 +9,12 @@ import grpc
 
 from cp_layout.errors import LayoutError
 from cp_wire import errors
+from cp_wire.host_memory import PoolRefused
 from cp_wire.logs import get_logger
 from cp_wire.pb import rank_pb2, rank_pb2_grpc
 from model_files import ModelRefused
 from rank_server.collectives.base import CollectiveError
-from rank_server.executor import ConfigRefused, Executor
-from rank_server.memory import PoolRefused
+from rank_server.executor import Executor
 from rank_server.models.weights import WeightError
 from rank_server.sequences import PlanRefused
 from rank_server.worker import Worker
@@ -23,8 +23,8 @@ log = get_logger("rank")
 
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (PlanRefused, "PLAN_REFUSED"),
-    (ConfigRefused, "CONFIG_REFUSED"),
     (PoolRefused, "POOL_REFUSED"),
+    (errors.ConfigRefused, "CONFIG_REFUSED"),
     (WeightError, "MODEL_REFUSED"),
     (ModelRefused, "MODEL_REFUSED"),
     (LayoutError, "CONFIG_REFUSED"),
@@ -85,6 +85,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             running_sequence=progress.running_sequence,
             last_progress_ms=int(progress.last_progress_s * 1000),
             commands_done=progress.commands_done,
+            load_fraction=self._executor.load_fraction,
         )
 
     async def _answer(self, request: rank_pb2.ExecuteRequest) -> rank_pb2.ExecuteResponse:
@@ -120,7 +121,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         match kind:
             case "configure":
                 configure = request.configure
-                return "configured", lambda: executor.configure(configure.config, configure.rank)
+                return "configured", lambda: executor.configure(configure.config, configure.rank, configure.pool_is_settled)
             case "allocate_pool":
                 return "pool_allocated", lambda: executor.allocate_pool(request.allocate_pool.num_blocks)
             case "prepare_group":

@@ -468,6 +468,7 @@ class RankStatus(google.protobuf.message.Message):
     LAST_PROGRESS_MS_FIELD_NUMBER: builtins.int
     FENCED_REASON_FIELD_NUMBER: builtins.int
     ADDRESS_FIELD_NUMBER: builtins.int
+    LOAD_FRACTION_FIELD_NUMBER: builtins.int
     rank: builtins.int
     role: builtins.str
     """prefill, decode or mixed."""
@@ -483,6 +484,8 @@ class RankStatus(google.protobuf.message.Message):
     fenced_reason: builtins.str
     """Set when state is lost: why the rank was fenced."""
     address: builtins.str
+    load_fraction: builtins.float
+    """How much of its weights is in memory, 0 to 1."""
     def __init__(
         self,
         *,
@@ -496,8 +499,9 @@ class RankStatus(google.protobuf.message.Message):
         last_progress_ms: builtins.int = ...,
         fenced_reason: builtins.str = ...,
         address: builtins.str = ...,
+        load_fraction: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "fenced_reason", b"fenced_reason", "instance", b"instance", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "last_progress_ms", b"last_progress_ms", "pid", b"pid", "rank", b"rank", "role", b"role", "state", b"state"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "fenced_reason", b"fenced_reason", "instance", b"instance", "kv_blocks_free", b"kv_blocks_free", "kv_blocks_total", b"kv_blocks_total", "last_progress_ms", b"last_progress_ms", "load_fraction", b"load_fraction", "pid", b"pid", "rank", b"rank", "role", b"role", "state", b"state"]) -> None: ...
 
 global___RankStatus = RankStatus
 
@@ -748,16 +752,12 @@ global___RegisterRequest = RegisterRequest
 
 @typing.final
 class RegisterResponse(google.protobuf.message.Message):
+    """The rank belongs to the coordinator that dials back; it exits when that one's lane closes."""
+
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    COORDINATOR_INSTANCE_FIELD_NUMBER: builtins.int
-    coordinator_instance: builtins.str
-    """The rank exits when the coordinator's instance changes."""
     def __init__(
         self,
-        *,
-        coordinator_instance: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["coordinator_instance", b"coordinator_instance"]) -> None: ...
 
 global___RegisterResponse = RegisterResponse

@@ -145,7 +145,10 @@ class Configure(google.protobuf.message.Message):
 
     CONFIG_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    POOL_IS_SETTLED_FIELD_NUMBER: builtins.int
     rank: builtins.int
+    pool_is_settled: builtins.bool
+    """The set has served before: all other ranks have their pools of the configured size."""
     @property
     def config(self) -> cp_wire.pb.common_pb2.ClusterConfig: ...
     def __init__(
@@ -153,9 +156,10 @@ class Configure(google.protobuf.message.Message):
         *,
         config: cp_wire.pb.common_pb2.ClusterConfig | None = ...,
         rank: builtins.int = ...,
+        pool_is_settled: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["config", b"config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["config", b"config", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "pool_is_settled", b"pool_is_settled", "rank", b"rank"]) -> None: ...
 
 global___Configure = Configure
 
@@ -561,6 +565,7 @@ class GetProgressResponse(google.protobuf.message.Message):
     LAST_PROGRESS_MS_FIELD_NUMBER: builtins.int
     COMMANDS_DONE_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
+    LOAD_FRACTION_FIELD_NUMBER: builtins.int
     instance: builtins.str
     running_sequence: builtins.int
     """0 when the worker is idle, else the sequence number of the command it runs."""
@@ -568,6 +573,8 @@ class GetProgressResponse(google.protobuf.message.Message):
     """Milliseconds since the worker last finished a command or reported progress inside one."""
     commands_done: builtins.int
     rank: builtins.int
+    load_fraction: builtins.float
+    """How much of its weights is in memory, 0 to 1."""
     def __init__(
         self,
         *,
@@ -576,7 +583,8 @@ class GetProgressResponse(google.protobuf.message.Message):
         last_progress_ms: builtins.int = ...,
         commands_done: builtins.int = ...,
         rank: builtins.int = ...,
+        load_fraction: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["commands_done", b"commands_done", "instance", b"instance", "last_progress_ms", b"last_progress_ms", "rank", b"rank", "running_sequence", b"running_sequence"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["commands_done", b"commands_done", "instance", b"instance", "last_progress_ms", b"last_progress_ms", "load_fraction", b"load_fraction", "rank", b"rank", "running_sequence", b"running_sequence"]) -> None: ...
 
 global___GetProgressResponse = GetProgressResponse

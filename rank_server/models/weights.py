@@ -1,6 +1,7 @@
 """Reads the weights that one rank holds: its part of every tensor, in the compute dtype, stacked as `sharding` says."""
 
 from collections.abc import Callable, Iterator
+from math import prod
 
 import torch
 from torch import Tensor
@@ -22,8 +23,8 @@ class WeightError(ModelRefused):
 def load_weights(files: ModelFiles, tp: int, index: int, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
     """The tensors of TP member `index` of `tp` by resident name, row-major, each allocated once in its final dtype.
 
-    Rows outside the member's part are never read; where the part is a range of columns, whole rows are read block by block
-    and cut. Peak memory is the result plus `READ_BYTES`. Raises `WeightError`.
+    Only the member's rows are read, and of matrices that are cut by columns (o_proj, down_proj) only its columns, to the
+    page of the file and to the quantisation block. Peak memory is the result plus `READ_BYTES`. Raises `WeightError`.
     """
     residents = resident_tensors(files.shape, tp, index)
     for resident in residents:
@@ -53,13 +54,13 @@ def _check(files: ModelFiles, part: TensorPart) -> None:
 def _blocks(files: ModelFiles, resident: ResidentTensor) -> Iterator[Tensor]:
     """The rows of a resident tensor from top to bottom as float32, few at a time."""
     for part in resident.parts:
-        row_bytes = 4 * (part.shape[1] if len(part.shape) > 1 else 1)
+        row_bytes = max(4, 4 * prod(part.dims[1:]))
         step = max(1, READ_BYTES // row_bytes)
         for start in range(*part.rows, step):
             stop = min(start + step, part.rows[1])
             try:
-                rows = torch.from_numpy(files.read_rows(part.name, start, stop))
+                rows = torch.from_numpy(files.read_rows(part.name, start, stop, part.columns))
             except (OSError, ValueError) as error:
                 file = files.tensors[part.name].file
                 raise WeightError(f"{file}: rows {start}..{stop} of tensor {part.name} can't be read ({error})") from error
-            yield rows if part.columns is None else rows[:, slice(*part.columns)]
+            yield rows

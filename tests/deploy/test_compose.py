@@ -5,8 +5,8 @@ import json
 import pytest
 
 from coordinator.__main__ import build_parser as coordinator_parser
-from coordinator.settings import grid_of
 from cp_client.default_model import DEFAULT_MODEL
+from cp_wire.effective import grid_of
 from cp_wire.flags import cluster_config_from
 from rank_server.__main__ import build_parser as rank_parser
 from tests.deploy.compose import PROFILES, compose, parsed

@@ -197,3 +197,29 @@ def test_user_defined_tokens_are_whole_and_shown(tmp_path: Path) -> None:
     ids = tokenizer.encode("<s>he</s>").ids
     assert ids[0] == 1 and ids[-1] == 2
     assert tokenizer.decode(ids, skip_special_tokens=True) == "he</s>"
+
+
+@pytest.mark.parametrize("kind", [Quant.F32, Quant.F16, Quant.Q8_0, Quant.Q4_1])
+@pytest.mark.parametrize("name", [Q_PROJ, "model.layers.0.mlp.down_proj.weight"])
+def test_any_columns_equal_those_of_the_whole(tmp_path: Path, kind: Quant, name: str) -> None:
+    """Quantisation blocks have 32 columns: ranges begin and end at their edges and inside."""
+    model = open_model(write_gguf(tmp_path / "q.gguf", matrices=kind))
+    rows, width = model.tensors[name].shape
+    whole = model.read_rows(name, 0, rows)
+    for columns in [(0, width), (0, 0), (0, 1), (width - 1, width), (5, width - 3), (width // 2, width)]:
+        part = model.read_rows(name, 3, 21, columns)
+        np.testing.assert_array_equal(part, whole[3:21, slice(*columns)])
+        assert part.flags.writeable and part.flags.owndata
+
+
+def test_only_the_blocks_of_the_columns_are_dequantised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = open_model(write_gguf(tmp_path / "q.gguf", matrices=Quant.Q8_0))
+    seen = []
+
+    def watched(raw: np.ndarray, kind: Quant) -> np.ndarray:
+        seen.append(raw.shape)
+        return dequantize(raw, kind)
+
+    monkeypatch.setattr("model_files.gguf_model.dequantize", watched)
+    model.read_rows("model.layers.0.mlp.down_proj.weight", 0, 4, (33, 60))
+    assert seen == [(4, 34)]  # one block of 32 columns, 34 bytes, of the two in a row

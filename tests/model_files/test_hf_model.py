@@ -1,6 +1,7 @@
 """Hugging Face directories: configuration, headers of safetensors, companions, refusals."""
 
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_bos_is_added_as_stated_else_as_the_tokenizer_does(directory: Path) -> N
         ({"num_local_experts": 8}, "num_local_experts = 8 is not supported"),
         ({"quantization_config": {"bits": 4}}, "quantization_config = {'bits': 4} is not supported"),
         ({"auto_map": {"AutoModel": "x.y"}}, "auto_map"),
-        ({"torch_dtype": "int8"}, "dtype 'int8' is not supported, only float32, bfloat16, float16, float64"),
+        ({"torch_dtype": "int8"}, "dtype 'int8' is not supported, only float64, float32, float16, bfloat16"),
         ({"num_key_value_heads": 3}, "4 attention heads are not a multiple of 3 key-value heads"),
         ({"hidden_size": 30}, "hidden size 30 is not a multiple of 4 attention heads"),
         ({"hidden_size": None}, "setting hidden_size is missing"),
@@ -258,3 +259,34 @@ def test_a_missing_damaged_or_foreign_tokenizer(directory: Path) -> None:
     large.save(str(path))
     with pytest.raises(ModelRefused, match="token id 304 is outside the model's vocabulary of 300"):
         open_model(directory).tokenizer()
+
+
+DOWN_PROJ = "model.layers.0.mlp.down_proj.weight"
+
+
+@pytest.mark.parametrize("columns", [(0, 64), (0, 0), (13, 14), (20, 64)])
+@pytest.mark.parametrize("rows", [(0, 32), (5, 9), (7, 7)])
+def test_columns_of_a_matrix(directory: Path, rows: tuple[int, int], columns: tuple[int, int]) -> None:
+    part = open_model(directory).read_rows(DOWN_PROJ, *rows, columns)
+    np.testing.assert_array_equal(part, tiny_weights()[DOWN_PROJ][slice(*rows), slice(*columns)])
+    assert part.flags.writeable and part.dtype == np.float32
+
+
+def test_columns_alone_take_no_memory_for_the_rest_of_their_rows(tmp_path: Path) -> None:
+    wide = np.ones((32, 40_000), np.float32)
+    config = CONFIG | {"intermediate_size": 40_000}
+    weights = {name: wide if "down_proj" in name else array for name, array in tiny_weights().items()}
+    weights |= {name: np.ascontiguousarray(wide.T) for name in weights if "gate_proj" in name or "up_proj" in name}
+    model = open_model(write_hf(tmp_path / "wide", config, weights))
+    tracemalloc.start()
+    part = model.read_rows(DOWN_PROJ, 0, 32, (20_000, 20_400))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert part.all()
+    assert peak < 4 * part.nbytes < wide.nbytes / 10
+
+
+@pytest.mark.parametrize(("name", "columns"), [(DOWN_PROJ, (0, 65)), (DOWN_PROJ, (9, 8)), ("model.norm.weight", (0, 1))])
+def test_columns_outside_the_tensor_are_refused(directory: Path, name: str, columns: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=rf"columns {columns[0]}\.\.{columns[1]} of {name} do not exist"):
+        open_model(directory).read_rows(name, 0, 2, columns)

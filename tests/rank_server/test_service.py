@@ -6,11 +6,16 @@ import threading
 import grpc
 import pytest
 
+from cp_layout.errors import LayoutError
 from cp_wire import channels, errors
-from cp_wire.pb import rank_pb2, rank_pb2_grpc
+from cp_wire.host_memory import PoolRefused
+from cp_wire.pb import common_pb2, rank_pb2, rank_pb2_grpc
 from cp_wire.serve import Server
+from model_files import ModelRefused
 from rank_server.collectives.base import CollectiveError
-from rank_server.service import RankServicer
+from rank_server.models.weights import WeightError
+from rank_server.sequences import PlanRefused
+from rank_server.service import RankServicer, command_error
 from rank_server.worker import Worker
 
 DEADLINE_S = 10.0
@@ -21,12 +26,18 @@ class RecordingExecutor:
 
     def __init__(self):
         self.plans = []
+        self.configured = []
+        self.load_fraction = 0.0
         self.error = None
         self.block = None
 
     def reset(self):
         self.plans.append("reset")
         return rank_pb2.ResetDone()
+
+    def configure(self, config, rank, pool_is_settled):
+        self.configured.append((config.block_size, rank, pool_is_settled))
+        return rank_pb2.Configured(config=config)
 
     def allocate_pool(self, num_blocks):
         return rank_pb2.PoolAllocated(num_blocks=num_blocks)
@@ -125,6 +136,31 @@ async def test_h18_a_failed_command_is_an_answer_and_the_lane_lives(rank, error,
     assert (await lane.send(step=rank_pb2.StepPlan(ticket=2))).step.ticket == 2
 
 
+async def test_a_rank_hears_whether_its_pool_is_settled(rank):
+    stub, _, executor = rank
+    lane = Lane(stub)
+    for settled in (True, False):
+        config = common_pb2.ClusterConfig(block_size=8)
+        await lane.send(configure=rank_pb2.Configure(config=config, rank=3, pool_is_settled=settled))
+    assert executor.configured == [(8, 3, True), (8, 3, False)]
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (PlanRefused("no"), "PLAN_REFUSED"),
+        (errors.ConfigRefused("no"), "CONFIG_REFUSED"),
+        (LayoutError("no"), "CONFIG_REFUSED"),
+        (PoolRefused("no"), "POOL_REFUSED"),
+        (WeightError("no"), "MODEL_REFUSED"),
+        (ModelRefused("no"), "MODEL_REFUSED"),
+        (MemoryError("no"), "OUT_OF_MEMORY"),
+    ],
+)
+def test_every_refusal_has_its_stable_word(error, reason):
+    assert command_error(error) == rank_pb2.CommandError(reason=reason, message="no")
+
+
 async def test_only_one_lane(rank):
     stub, _, _ = rank
     first = Lane(stub)
@@ -141,8 +177,9 @@ async def test_progress_is_answered_while_the_worker_is_busy(rank):
     lane = Lane(stub)
     step = asyncio.create_task(lane.send(step=rank_pb2.StepPlan(ticket=1)))
     assert await asyncio.to_thread(started.wait, DEADLINE_S)
+    executor.load_fraction = 0.25
     progress = await stub.GetProgress(rank_pb2.GetProgressRequest(), timeout=DEADLINE_S)
-    assert (progress.running_sequence, progress.rank, progress.instance) == (1, 3, "me")
+    assert (progress.running_sequence, progress.rank, progress.instance, progress.load_fraction) == (1, 3, "me", 0.25)
     release.set()
     assert (await step).step.ticket == 1
     assert (await stub.GetProgress(rank_pb2.GetProgressRequest(), timeout=DEADLINE_S)).running_sequence == 0

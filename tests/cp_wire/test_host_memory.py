@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from cp_wire.host_memory import DEFAULT_POOL_BYTES, PoolRefused, available_bytes, max_kv_blocks
 from cp_wire.pb import common_pb2
-from rank_server.memory import DEFAULT_POOL_BYTES, PoolRefused, available_bytes, max_kv_blocks
 
 GIB = 1 << 30
 

@@ -1,27 +1,36 @@
-"""How many KV blocks a rank can hold."""
+"""How many KV blocks a rank can hold in this host's memory: judged by the rank, and by a launcher before it starts any."""
 
 from pathlib import Path
 
+from cp_wire.errors import ConfigRefused
 from cp_wire.pb import common_pb2
 
 DEFAULT_POOL_BYTES = 1 << 30
 
 
-class PoolRefused(ValueError):
+class PoolRefused(ConfigRefused):
     """The requested pool can't be had; the message names the numbers."""
 
 
 def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
-    """Memory that can be taken without swapping (MemAvailable)."""
-    for line in meminfo.read_text().splitlines():
+    """Memory that can be taken without swapping (MemAvailable); raises PoolRefused where the system does not say."""
+    try:
+        lines = meminfo.read_text().splitlines()
+    except OSError as error:
+        raise PoolRefused(f"{meminfo} can't be read ({error.strerror or error})") from error
+    for line in lines:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     raise PoolRefused(f"{meminfo} does not say MemAvailable")
 
 
-def max_kv_blocks(config: common_pb2.ClusterConfig, bytes_per_block: int, available: int, ranks_on_host: int) -> int:
-    """Blocks for the pool: the configured tokens, else the configured bytes, else min(1 GiB, available / 4 / ranks)."""
-    share = available // ranks_on_host
+def max_kv_blocks(config: common_pb2.ClusterConfig, bytes_per_block: int, available: int, ranks: int) -> int:
+    """Blocks for the pool: the configured tokens, else the configured bytes, else min(1 GiB, available / 4 / ranks).
+
+    available: bytes that `ranks` ranks are about to share. Raises PoolRefused for a pool without a block, and for one that
+    is larger than the share.
+    """
+    share = available // ranks
     if config.kv_cache_tokens_per_rank:
         blocks = config.kv_cache_tokens_per_rank // config.block_size
         asked = f"{config.kv_cache_tokens_per_rank} tokens"
@@ -37,6 +46,6 @@ def max_kv_blocks(config: common_pb2.ClusterConfig, bytes_per_block: int, availa
     if blocks * bytes_per_block > share:
         raise PoolRefused(
             f"a KV pool of {blocks} blocks needs {blocks * bytes_per_block} bytes per rank, "
-            f"{share} are available to each of {ranks_on_host} ranks on this host"
+            f"{share} are available to each of {ranks} ranks on this host"
         )
     return blocks

@@ -1,0 +1,103 @@
+"""Where a rank stands and what it computes with: everything that follows from the configuration alone."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from cp_layout.grid import Grid
+from cp_layout.interleave import Layout
+from cp_layout.laws import check_config
+from cp_layout.model_shape import ModelShape
+from cp_wire.effective import grid_of, layout_of
+from cp_wire.errors import ConfigRefused
+from cp_wire.identity import PROTOCOL_VERSION
+from cp_wire.pb import common_pb2
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
+
+Merge = Literal["a2a", "ag_rs"]
+MERGES: dict[int, Merge] = {common_pb2.MERGE_A2A: "a2a", common_pb2.MERGE_AG_RS: "ag_rs"}
+
+NOT_OURS = (
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "model_name",
+    "kv_cache_tokens_per_rank",
+    "kv_cache_memory_bytes",
+)
+"""Settings that bind the coordinator alone; of the pool, a rank is told the number of blocks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a rank works with; `taken_over` says it in the terms of the configuration it came from."""
+
+    rank: int
+    grid: Grid
+    layout: Layout
+    member: int
+    tp_index: int
+    pcp_index: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    merge: Merge
+
+    @classmethod
+    def of(cls, config: common_pb2.ClusterConfig, rank: int, shape: ModelShape) -> "Place":
+        """Derives the place of a global rank; raises `LayoutError` for a broken law, `ConfigRefused` for what is not here."""
+        grid, layout = grid_of(config), layout_of(config)
+        if rank >= grid.world_size:
+            raise ConfigRefused(f"rank {rank} does not exist in a world of {grid.world_size} ranks")
+        for name in ("dtype", "kv_cache_dtype"):
+            if getattr(config, name) not in DTYPES:
+                raise ConfigRefused(f"{name} {getattr(config, name)!r} is not one of {', '.join(DTYPES)}")
+        if config.merge not in MERGES:
+            raise ConfigRefused(f"merge {config.merge} is not one of {', '.join(MERGES.values())}")
+        if config.q_replicate:
+            raise ConfigRefused("replicated query projections are not supported")
+        check_config(grid, layout, shape.num_heads, shape.num_kv_heads)
+        coords = grid.coords(rank)
+        return cls(
+            rank=rank,
+            grid=grid,
+            layout=layout,
+            member=grid.dcp_member(rank),
+            tp_index=coords.tp,
+            pcp_index=coords.pcp,
+            dtype=DTYPES[config.dtype],
+            kv_dtype=DTYPES[config.kv_cache_dtype],
+            merge=MERGES[config.merge],
+        )
+
+    def group_name(self, kind: str) -> str:
+        """Name of the rank's group of a kind: "tp", "q" or "dcp"."""
+        return self.grid.group_name(kind, self.rank)
+
+    def taken_over(
+        self, asked: common_pb2.ClusterConfig, weights_dtype: torch.dtype, model_hash: str, collectives: str
+    ) -> common_pb2.ClusterConfig:
+        """The configuration as this rank lives by it, not as it was asked: a field that was misread or ignored differs.
+
+        weights_dtype, model_hash, collectives: of what was really loaded and opened. Only `NOT_OURS` is repeated unread.
+        """
+        return common_pb2.ClusterConfig(
+            tp=self.grid.tp,
+            pcp=self.grid.pcp,
+            dcp=self.grid.dcp,
+            dp=self.grid.dp,
+            interleave=self.layout.interleave,
+            block_size=self.layout.block_size,
+            merge=next(wire for wire, merge in MERGES.items() if merge == self.merge),
+            dtype=_name(weights_dtype),
+            kv_cache_dtype=_name(self.kv_dtype),
+            model_hash=model_hash,
+            collectives=collectives,
+            protocol_version=PROTOCOL_VERSION,
+            **{name: getattr(asked, name) for name in NOT_OURS},
+        )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return next(name for name, known in DTYPES.items() if known == dtype)
