@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.limits import Limits
-from coordinator.plan import Sampling
-from coordinator.prepare import prepare
+from coordinator.prepare import Prepared, prepare
 from coordinator.rank_set import RankSet
 from coordinator.request import Request
 from coordinator.scheduler_types import QueueFull
@@ -15,6 +14,7 @@ from coordinator.stream import RequestStream
 from coordinator.tasks import Changes
 from coordinator.text_rows import LiveRequest
 from coordinator.text_worker import TextWorker
+from cp_layout.blocks import BlockHasher
 from cp_wire.errors import Duplicate, Exhausted, InvalidRequest, Unavailable, Unknown
 from cp_wire.pb import common_pb2, coordinator_pb2
 
@@ -34,12 +34,13 @@ class Accepted:
 
 
 class Admission:
-    """The table of active requests, over all sets."""
+    """The table of active requests, over all sets. hasher: names a tenant's cached blocks, by salt."""
 
     def __init__(
         self,
         sets: Sequence[RankSet],
         limits: Callable[[RankSet], Limits],
+        hasher: Callable[[bytes], BlockHasher],
         text: TextWorker,
         model_name: str,
         seeds: SeedSource,
@@ -47,6 +48,7 @@ class Admission:
     ) -> None:
         self._sets = sets
         self._limits = limits
+        self._hasher = hasher
         self._text = text
         self._model_name = model_name
         self._seeds = seeds
@@ -115,14 +117,15 @@ class Admission:
         home = self._pick()
         seed = wire.seed if wire.HasField("seed") else self._seeds.draw()
         limits = self._limits(home)
-        prompt, samplings = await self._text.encode(lambda text: prepare(wire, text, limits, seed))
+        hasher = self._hasher(wire.cache_salt.encode())
+        prepared = await self._text.encode(lambda text: prepare(wire, text, limits, seed, hasher))
         if self.closed or not home.ready:
             raise Unavailable("the request's ranks were lost while it was tokenised", retry_after_s=RETRY_AFTER_S)
         accepted.home, engine = home, home.engine
-        accepted.lives = self._completions(accepted, prompt, samplings, wire)
+        accepted.lives = self._completions(accepted, prepared, wire)
         if accepted.stream.ended or engine is None:
             return
-        if samplings[0].prompt_logprobs is not None:
+        if prepared.samplings[0].prompt_logprobs is not None:
             accepted.stream.put_prompt(0, [common_pb2.PositionLogprobs()])
         try:
             engine.submit(*accepted.lives)
@@ -130,21 +133,23 @@ class Admission:
             raise Exhausted(str(full), retry_after_s=RETRY_AFTER_S) from None
 
     def _completions(
-        self, accepted: Accepted, prompt: list[int], samplings: Sequence[Sampling], wire: coordinator_pb2.GenerateRequest
+        self, accepted: Accepted, prepared: Prepared, wire: coordinator_pb2.GenerateRequest
     ) -> tuple[LiveRequest, ...]:
         """The first one computes the prompt; the others follow it."""
-        accepted.stream.expect(len(samplings))
+        accepted.stream.expect(len(prepared.samplings))
         lives: list[LiveRequest] = []
-        for index, sampling in enumerate(samplings):
+        for index, sampling in enumerate(prepared.samplings):
             request = Request(
                 handle=next(self._handles),
                 request_id=accepted.request_id,
-                prompt=prompt,
+                prompt=prepared.prompt,
+                digests=list(prepared.digests),
                 sampling=sampling,
                 salt=wire.cache_salt.encode(),
                 leader=lives[0].request if lives else None,
             )
-            lives.append(LiveRequest(request, self._text.text.detokenizer(wire.stop), accepted.stream, index))
+            detokenizer = self._text.text.detokenizer(wire.stop, sampling.min_tokens)
+            lives.append(LiveRequest(request, detokenizer, accepted.stream, index))
         return tuple(lives)
 
     def _pick(self) -> RankSet:

@@ -36,18 +36,9 @@ class BlockPool:
         """Blocks that can be taken, evictable ones included."""
         return len(self._free) + len(self._evictable)
 
-    @property
-    def num_evictable(self) -> int:
-        """Blocks that nobody holds and the prefix cache names."""
-        return len(self._evictable)
-
     def is_held(self, block: int) -> bool:
         """Whether a request holds the block."""
         return self._references[block] > 0
-
-    def is_cached(self, block: int) -> bool:
-        """Whether the prefix cache names the block."""
-        return bool(self._cached[block])
 
     def take(self) -> tuple[int, bool]:
         """A block for one new holder, and whether the prefix cache named it until now and has to forget it.

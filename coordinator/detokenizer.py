@@ -14,8 +14,6 @@ class Emission:
 
     text: str
     """Whole characters that are certain to belong to the output."""
-    consumed: int
-    """How many of the pushed tokens belong to the output: all, or up to the one that completed a stop string."""
     stopped: bool
 
 
@@ -27,8 +25,11 @@ class Detokenizer:
     U+FFFD. A token costs time proportional to its own length.
     """
 
-    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = ()) -> None:
+    def __init__(self, token_bytes: TokenBytes, stop: Sequence[str] = (), min_tokens: int = 0) -> None:
+        """min_tokens: a stop string that is completed before the output token of this index is text like any other."""
         self._bytes = token_bytes
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stop = StopStrings(stop)
         self._strip_next = token_bytes.strips_leading_space
@@ -42,12 +43,13 @@ class Detokenizer:
         """Take further output tokens."""
         texts: list[str] = []
         if self.stopped:
-            return Emission("", 0, True)
-        for position, token_id in enumerate(token_ids, start=1):
+            return Emission("", True)
+        for token_id in token_ids:
+            self._num_tokens += 1
             texts.append(self._take(self._bytes[token_id], final=False))
             if self.stopped:
-                return Emission("".join(texts), position, True)
-        return Emission("".join(texts), len(token_ids), False)
+                break
+        return Emission("".join(texts), self.stopped)
 
     def flush(self) -> str:
         """The end of the output: text held back, and U+FFFD for a character that was never finished."""
@@ -60,4 +62,4 @@ class Detokenizer:
         if self._strip_next and text:
             self._strip_next = False
             text = text.removeprefix(" ")
-        return self._stop.feed(text)
+        return self._stop.feed(text, armed=self._num_tokens > self._min_tokens)

@@ -4,9 +4,10 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
+from typing import NoReturn
 
 from coordinator.dispatch import Dispatcher
-from coordinator.faults import BadAnswer, CommandTimedOut
+from coordinator.faults import BadAnswer, CommandTimedOut, TextStuck
 from coordinator.lane import Lane
 from coordinator.outcome import Outcome, put_together
 from coordinator.plan import ScheduledStep
@@ -18,6 +19,7 @@ from coordinator.text_worker import TextWorker
 from coordinator.timings import Timings
 from coordinator.wire_plan import to_step_plan
 from cp_wire.errors import Internal, KvloomError
+from cp_wire.logs import get_logger
 from cp_wire.pb import rank_pb2
 
 MAX_TEXT_BACKLOG = 64
@@ -25,6 +27,8 @@ MAX_TEXT_BACKLOG = 64
 
 SAFETY = 4
 """Times the predicted step that a step may take."""
+
+log = get_logger("coordinator.engine")
 
 
 class Engine:
@@ -51,6 +55,8 @@ class Engine:
         self._timings = timings
         self._live: dict[int, LiveRequest] = {}
         self._work = asyncio.Event()
+        self._fault: Exception | None = None
+        """What makes the books of scheduler or text doubtful: the run that finds it ends with it."""
         self._text_backlog: deque[asyncio.Future[None]] = deque()
         self._committed: list[TextRow] = []
         """Rows of the last step that the text thread has not got yet."""
@@ -76,6 +82,7 @@ class Engine:
     def fail_all(self, error: KvloomError) -> None:
         """Ends all requests but those whose last text is on its way; pools and prefix cache are empty afterwards."""
         self._hand_over()
+        self._fault = None
         self.scheduler.fail_all(str(error))
         for handle, live in list(self._live.items()):
             if not live.committed_end:
@@ -83,15 +90,19 @@ class Engine:
                 del self._live[handle]
 
     async def run(self, lanes: Sequence[Lane]) -> None:
-        """Serves until cancelled; raises the `RankFault` of the first rank that fails a step. lanes: ranks ascending."""
+        """Serves until cancelled; raises the `RankFault` of the first rank that fails a step, `TextStuck`, or a fault of the
+        coordinator itself. lanes: ranks ascending.
+        """
         ranks = [lane.rank for lane in lanes]
         while True:
+            if self._fault is not None:
+                raise self._fault
+            await self._text_room()
             started = perf_counter()
             step = self.scheduler.schedule()
             if step is None:
                 self._hand_over()
-                self._work.clear()
-                await self._work.wait()
+                await self._idle()
                 continue
             tables = self.scheduler.table_blocks
             async with self._dispatcher.turn(ranks) as ticket:
@@ -110,8 +121,31 @@ class Engine:
             self._committed = self._rows(self.scheduler.commit(step, outcome.sampled, outcome.failed), outcome)
             self._predictor.observe(step.num_tokens, outcome.rank_s)
             self.meter.record(perf_counter() - started, outcome.rank_s, plan.ByteSize())
-            while len(self._text_backlog) > MAX_TEXT_BACKLOG:
-                await self._text_backlog[0]
+
+    async def _text_room(self) -> None:
+        while len(self._text_backlog) > MAX_TEXT_BACKLOG:
+            done, _ = await asyncio.wait({self._text_backlog[0]}, timeout=self._timings.text_s)
+            if not done:
+                self._give_up_text()
+
+    async def _idle(self) -> None:
+        """Until there is work, or news of the text that is still on its way."""
+        self._work.clear()
+        try:
+            async with asyncio.timeout(self._timings.text_s if self._text_backlog else None):
+                await self._work.wait()
+        except TimeoutError:
+            self._give_up_text()
+
+    def _give_up_text(self) -> NoReturn:
+        """Ends all requests, those too whose last text is on its way: it will not come, or too late."""
+        error = TextStuck(f"the text thread has finished nothing for {self._timings.text_s:g} s")
+        for live in self._live.values():
+            live.stream.fail(error)
+        self._live.clear()
+        self._text_backlog.clear()
+        self._committed = []
+        raise error
 
     def _check_tables(
         self, tables: Sequence[int], lanes: Sequence[Lane], responses: Sequence[rank_pb2.ExecuteResponse]
@@ -143,25 +177,52 @@ class Engine:
 
     def _hand_over(self) -> None:
         if self._committed:
-            self._text_backlog.append(self._text.submit(self._committed, self._deliver))
-            self._committed = []
+            rows, self._committed = self._committed, []
+            delivered = self._text.submit(rows, self._deliver)
+            self._text_backlog.append(delivered)
+            delivered.add_done_callback(lambda delivered: self._delivered(delivered, rows))
 
     def _deliver(self, results: list[TextResult]) -> None:
-        self._text_backlog.popleft()
         for result in results:
-            live, handle = result.live, result.live.request.handle
-            live.stream.put(result.token_ids, result.text, result.logprobs, live.index)
-            if result.finished is None:
-                continue
-            self._live.pop(handle, None)
-            if not live.committed_end:
-                # Only the text knew that this was the end; a token computed meanwhile is dropped.
-                self.scheduler.finish(handle, result.finished)
-                self._work.set()
-            if result.finished == "error":
-                live.stream.fail(Internal(result.error or "the request failed"))
-            else:
-                live.stream.complete(live.index, result.finished)
+            try:
+                self._deliver_one(result)
+            except Exception as error:
+                self._break_off(result.live, error)
+
+    def _deliver_one(self, result: TextResult) -> None:
+        live, handle = result.live, result.live.request.handle
+        live.stream.put(result.token_ids, result.text, result.logprobs, live.index)
+        if result.finished is None:
+            return
+        if not live.committed_end:
+            # Only the text knew that this was the end; a token computed meanwhile is dropped.
+            self.scheduler.finish(handle, result.finished)
+        self._live.pop(handle, None)
+        if result.finished == "error":
+            live.stream.fail(Internal(result.error or "the request failed"))
+        else:
+            live.stream.complete(live.index, result.finished)
+
+    def _delivered(self, delivered: "asyncio.Future[None]", rows: Sequence[TextRow]) -> None:
+        """A step's text is out, or is lost as a whole."""
+        if delivered in self._text_backlog:
+            self._text_backlog.remove(delivered)
+        error = None if delivered.cancelled() else delivered.exception()
+        if isinstance(error, Exception):
+            for row in rows:
+                self._break_off(row.live, error)
+        self._work.set()
+
+    def _break_off(self, live: LiveRequest, error: Exception) -> None:
+        """Ends a request whose output can't be delivered."""
+        log.error("delivery failed", exc=error, request=live.request.request_id)
+        live.stream.fail(Internal(f"the output could not be delivered ({type(error).__name__})"))
+        self._live.pop(live.request.handle, None)
+        try:
+            self.scheduler.abort(live.request.handle)
+        except Exception as fault:
+            log.error("a request can't be ended", exc=fault, request=live.request.request_id)
+            self._fault = fault
 
 
 async def _collect(

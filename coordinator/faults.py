@@ -31,11 +31,11 @@ class LaneClosed(RankFault):
 
 
 class CommandFailed(RankFault):
-    """The rank answered an operation ("a step", "open_group of dcp:0") with an error; `reason` is its stable word."""
+    """The rank answered an operation ("step", "open_group dcp:0") with an error; `reason` is its stable word."""
 
     def __init__(self, rank: int, operation: str, reason: str, message: str) -> None:
         self.reason = reason if _WORD.fullmatch(reason) else "INTERNAL"
-        super().__init__(rank, f"{operation} failed: {self.reason}", f"{operation} failed: {reason}: {message}")
+        super().__init__(rank, f"{self.reason} in {operation}", f"{reason}: {message}")
 
 
 class CommandTimedOut(RankFault):

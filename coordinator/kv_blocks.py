@@ -1,7 +1,7 @@
 """The KV of the requests of one scheduling set, in block ids: pools, prefix cache and block tables together."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from coordinator.block_pool import BlockPool
 from coordinator.prefix_cache import Hit, Place, PrefixCache
@@ -24,11 +24,9 @@ class Placement:
 
 @dataclass(slots=True)
 class _Sequence:
-    """Blocks and digests of one request."""
+    """Blocks of one request."""
 
     hasher: BlockHasher
-    digests: list[bytes] = field(default_factory=list)
-    """Chain of the first units of the known tokens, as far as it has been asked for."""
     tables: tuple[list[int], ...] = ()
     """Per member, the request's block table; () while it holds nothing."""
     num_registered: int = 0
@@ -53,6 +51,7 @@ class KvBlocks:
         self._pools = tuple(BlockPool(self._blocks_per_member) for _ in range(self._layout.num_shards))
         self._cache = PrefixCache(law.units_per_virtual_block)
         self._sequences: dict[int, _Sequence] = {}
+        self._table_blocks = [0] * self._layout.num_shards
 
     @property
     def free_blocks(self) -> tuple[int, ...]:
@@ -60,15 +59,9 @@ class KvBlocks:
         return tuple(pool.num_free for pool in self._pools)
 
     @property
-    def evictable_blocks(self) -> tuple[int, ...]:
-        """Blocks of each member that only the prefix cache names."""
-        return tuple(pool.num_evictable for pool in self._pools)
-
-    @property
     def table_blocks(self) -> tuple[int, ...]:
         """Per member, entries of all block tables: what a rank of that member reports as in use."""
-        tables = [sequence.tables for sequence in self._sequences.values() if sequence.tables]
-        return tuple(sum(len(table[member]) for table in tables) for member in range(len(self._pools)))
+        return tuple(self._table_blocks)
 
     def open(self, request: Request) -> None:
         """Takes note of a request; it holds nothing yet."""
@@ -101,6 +94,7 @@ class KvBlocks:
         for member, block in (place for unit in placement.hit.units for place in unit):
             self._pools[member].share(block)
             sequence.tables[member].append(block)
+            self._table_blocks[member] += 1
         sequence.num_registered = len(placement.hit.units)
 
     def missing(self, request: Request, length: int) -> Sequence[int]:
@@ -122,6 +116,7 @@ class KvBlocks:
         if counts is self._none:
             return
         for member, (table, count) in enumerate(zip(self._sequences[request.handle].tables, counts, strict=True)):
+            self._table_blocks[member] += count
             for _ in range(count):
                 block, evicted = self._pools[member].take()
                 if evicted:
@@ -158,21 +153,22 @@ class KvBlocks:
     def release(self, request: Request) -> None:
         """Gives all blocks back, the tables' ends first, so that a prefix outlives its continuation (F4)."""
         sequence = self._sequences[request.handle]
-        for pool, table in zip(self._pools, sequence.tables, strict=True):
+        for member, table in enumerate(sequence.tables):
+            self._table_blocks[member] -= len(table)
             for block in reversed(table):
-                pool.release(block)
+                self._pools[member].release(block)
         sequence.tables = ()
         sequence.num_registered = 0
 
     def _chain(self, request: Request, stop: int, start: int = 0) -> Iterator[bytes]:
-        """Digests of the units [start, stop) of the known tokens, each computed when first asked for, once per request."""
-        sequence = self._sequences[request.handle]
-        unit, digests = self._unit_tokens, sequence.digests
+        """Digests of the units [start, stop) of the known tokens; those the request came without are computed when first asked for."""
+        hasher = self._sequences[request.handle].hasher
+        unit, digests = self._unit_tokens, request.digests
         for index in range(start, stop):
             while len(digests) <= index:
-                previous = digests[-1] if digests else sequence.hasher.root
+                previous = digests[-1] if digests else hasher.root
                 first = len(digests) * unit
-                digests.append(sequence.hasher.extend(previous, request.known(first, first + unit)))
+                digests.append(hasher.extend(previous, request.known(first, first + unit)))
             yield digests[index]
 
     def _unit_places(self, unit: int, shard_offset: int, tables: Sequence[list[int]]) -> tuple[Place, ...]:

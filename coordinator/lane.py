@@ -137,7 +137,7 @@ class Lane:
 
 
 def _operation(kind: str, command: Any) -> str:
-    return f"{kind} of {command.group}" if kind in ("prepare_group", "open_group") else f"a {kind}"
+    return f"{kind} {command.group}" if kind in ("prepare_group", "open_group") else kind
 
 
 def _why(error: Exception) -> str:

@@ -1,6 +1,30 @@
 """What the scheduler hands to the dispatcher: one step of one scheduling set, free of protobuf."""
 
 from dataclasses import dataclass
+from enum import Enum, auto
+
+NOTHING_CHOSEN = 0
+"""Cost version of a step whose way of computing was no choice of the cost model."""
+
+
+class DecodeMode(Enum):
+    """How the replicas of a group share a step's rows."""
+
+    REPLICATED = auto()
+    """Every replica runs every row."""
+    OWNER = auto()
+    """Row i lives on one replica."""
+    SPLIT = auto()
+    """The replicas act as one wider tensor-parallel group."""
+
+
+class Gather(Enum):
+    """What completes attention over the sequence axis."""
+
+    NONE = auto()
+    """Every member has all query rows; partial attention is merged over the shards."""
+    Q = auto()
+    KV = auto()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +95,10 @@ class ScheduledStep:
     released: tuple[int, ...]
     admitted: tuple[Admission, ...]
     rows: tuple[Row, ...]
+    decode_mode: DecodeMode
+    gather: Gather
+    cost_version: int
+    """Version of the cost model that chose, or `NOTHING_CHOSEN`."""
 
     @property
     def num_tokens(self) -> int:

@@ -1,7 +1,7 @@
 """Text becomes token ids and every limit is checked: work for the prompts' thread, a long prompt takes its time."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from coordinator.limits import Limits, RequestRefused, completions
 from coordinator.plan import Sampling
@@ -9,6 +9,7 @@ from coordinator.seeds import completion_seed
 from coordinator.text import MAX_MESSAGES
 from coordinator.text_errors import TextRefused
 from coordinator.text_worker import Text
+from cp_layout.blocks import BlockHasher
 from cp_wire.errors import Internal, InvalidRequest
 from cp_wire.logs import get_logger
 from cp_wire.pb import coordinator_pb2
@@ -34,10 +35,19 @@ OPTIONAL = (
 log = get_logger("coordinator.prepare")
 
 
-def prepare(
-    wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits, seed: int
-) -> tuple[list[int], tuple[Sampling, ...]]:
-    """Prompt of a request and the sampling parameters of each of its completions.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a request asks for, checked."""
+
+    prompt: list[int]
+    digests: list[bytes]
+    """Of all full hash units of the prompt."""
+    samplings: tuple[Sampling, ...]
+    """Of each completion."""
+
+
+def prepare(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits, seed: int, hasher: BlockHasher) -> Prepared:
+    """Everything about a request that takes time in proportion to its prompt.
 
     Raises InvalidRequest, or Internal for a fault of the text edge. Counts are looked at before anything is copied. seed: the
     request's, or the one drawn for it. The prompt is scored once, with completion 0.
@@ -59,7 +69,7 @@ def prepare(
     except (RequestRefused, TextRefused) as refusal:
         raise InvalidRequest(refusal.field, refusal.value, f"it must be {refusal.limit}") from None
     others = (replace(first, seed=completion_seed(seed, index), prompt_logprobs=None) for index in range(1, count))
-    return prompt, (first, *others)
+    return Prepared(prompt, hasher.hashes(prompt), (first, *others))
 
 
 def _tokens(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits) -> list[int]:

@@ -12,9 +12,8 @@ from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
 class RegistryServicer(coordinator_pb2_grpc.RegistryServiceServicer):
     """Checks that a rank fits this cluster and seats it in its set. The coordinator dials back afterwards."""
 
-    def __init__(self, instance: str, config: common_pb2.ClusterConfig, sets: Mapping[int, RankSet]) -> None:
+    def __init__(self, config: common_pb2.ClusterConfig, sets: Mapping[int, RankSet]) -> None:
         """sets: by global rank."""
-        self._instance = instance
         self._config = config
         self._sets = sets
         self.open = True
@@ -27,7 +26,7 @@ class RegistryServicer(coordinator_pb2_grpc.RegistryServiceServicer):
             self._seat(request)
         except KvloomError as error:
             await abort(context, error)
-        return coordinator_pb2.RegisterResponse(coordinator_instance=self._instance)
+        return coordinator_pb2.RegisterResponse()
 
     def _seat(self, request: coordinator_pb2.RegisterRequest) -> None:
         if not self.open:

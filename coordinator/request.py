@@ -74,6 +74,10 @@ class Request:
     sampling: Sampling
     salt: bytes = b""
     """Tenant's salt of the prefix cache."""
+    digests: list[bytes] = field(default_factory=list)
+    """Chain of the first hash units of the known tokens (`cp_layout.blocks`), its own list. Whoever makes the request
+    computes the prompt's, where that delays nobody; the scheduler adds what is missing.
+    """
     output: list[int] = field(default_factory=list)
     state: State = State.WAITING
     num_computed: int = 0

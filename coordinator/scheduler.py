@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from coordinator.kv_blocks import KvBlocks, Placement
-from coordinator.plan import Admission, Row, ScheduledStep
+from coordinator.plan import NOTHING_CHOSEN, Admission, DecodeMode, Gather, Row, ScheduledStep
 from coordinator.request import Event, Request, State
 from coordinator.rows import admission_of, finish_reason, row_of
 from coordinator.scheduler_types import Progress, QueueFull, SchedulerConfig, SchedulerStats, StepOrderError
@@ -23,7 +23,8 @@ MAX_CACHED_TOKENS_IN_PLAN = 1 << 20
 
 
 class Scheduler:
-    """Scheduler of one set. Every call costs O(rows + new blocks), an admission its prefix hit besides; never the context.
+    """Scheduler of one set. `schedule` and `commit` cost O(rows + new blocks), however many requests wait and however long the
+    contexts are; an admission costs its prefix hit besides, and digests that its request came without.
 
     identity: digest of what makes cached KV comparable (`cp_layout.blocks.cache_identity`).
     """
@@ -38,7 +39,7 @@ class Scheduler:
         self._released: list[int] = []
         self._in_flight: ScheduledStep | None = None
         self._stuck_head: int | None = None
-        self._stats = SchedulerStats(hit_unit_tokens=layout.virtual_block_size)
+        self._stats = SchedulerStats()
 
     @property
     def running(self) -> int:
@@ -54,11 +55,6 @@ class Scheduler:
     def free_blocks(self) -> tuple[int, ...]:
         """Free blocks of each member; evictable prefix blocks count as free."""
         return self._kv.free_blocks
-
-    @property
-    def total_blocks(self) -> tuple[int, ...]:
-        """Blocks of each member."""
-        return (self._blocks_per_member,) * self._layout.num_shards
 
     @property
     def table_blocks(self) -> tuple[int, ...]:
@@ -140,7 +136,14 @@ class Scheduler:
             self._admit_waiting(budget, rows, admissions)
         if not rows and not self._released:
             return None
-        step = ScheduledStep(tuple(self._released), tuple(admissions), tuple(rows))
+        step = ScheduledStep(
+            released=tuple(self._released),
+            admitted=tuple(admissions),
+            rows=tuple(rows),
+            decode_mode=DecodeMode.REPLICATED,
+            gather=Gather.NONE,
+            cost_version=NOTHING_CHOSEN,
+        )
         self._released.clear()
         self._in_flight = step
         return step

@@ -43,8 +43,6 @@ class Progress:
 class SchedulerStats:
     """Counters since the start, in tokens except `preemptions`."""
 
-    hit_unit_tokens: int
-    """Prefix hits are multiples of this: one virtual block (F2)."""
     queried_tokens: int = 0
     """Prompt tokens of first admissions; what is recomputed after a preemption is no query (F11)."""
     hit_tokens: int = 0

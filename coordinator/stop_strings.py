@@ -16,14 +16,15 @@ class StopStrings:
         self._stops = tuple(stops)
         self._borders = [_borders(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)
-        """Per string: length of its longest prefix that the text so far ends with."""
+        """Per string: length of its longest prefix, short of the whole, that the text so far ends with."""
         self._held = ""
         self.stopped = False
 
-    def feed(self, text: str) -> str:
+    def feed(self, text: str, armed: bool = True) -> str:
         """The text that is now certain to belong to the output; `stopped` tells whether a stop string was completed.
 
-        Text before the stop string is returned, the stop string and what follows are dropped.
+        Text before the stop string is returned, the stop string and what follows are dropped. Unarmed, a stop string that is
+        completed in this text is text like any other; one that is only begun in it still counts once it is completed.
         """
         if self.stopped:
             return ""
@@ -32,7 +33,7 @@ class StopStrings:
         pending = self._held + text
         for seen, character in enumerate(text, start=len(self._held) + 1):
             completed = self._advance(character)
-            if completed:
+            if completed and armed:
                 self.stopped = True
                 self._held = ""
                 return pending[: seen - completed]
@@ -53,9 +54,10 @@ class StopStrings:
             while matched and stop[matched] != character:
                 matched = borders[matched - 1]
             matched += stop[matched] == character
-            self._matched[index] = matched
             if matched == len(stop):
                 completed = max(completed, matched)
+                matched = borders[-1]
+            self._matched[index] = matched
         return completed
 
 

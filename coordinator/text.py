@@ -54,9 +54,9 @@ class TextEdge:
         self._check_size("chat", sum(len(part.encode()) for message in messages for part in message))
         return self._ids("chat", self._template().render(messages))
 
-    def detokenizer(self, stop: Sequence[str] = ()) -> Detokenizer:
-        """A fresh detokenizer for one request's output."""
-        return Detokenizer(self._token_bytes, stop)
+    def detokenizer(self, stop: Sequence[str] = (), min_tokens: int = 0) -> Detokenizer:
+        """A fresh detokenizer for one request's output; see `Detokenizer`."""
+        return Detokenizer(self._token_bytes, stop, min_tokens)
 
     def _template(self) -> ChatTemplate:
         if self._chat is None:

@@ -2,11 +2,12 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, TypeVar
 
 from coordinator.detokenizer import Detokenizer
 from coordinator.text_rows import TextResult, TextRow, to_text
+from cp_wire.errors import DeadlineExceeded
 
 T = TypeVar("T")
 
@@ -21,40 +22,49 @@ class Text(Protocol):
 
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]: ...
 
-    def detokenizer(self, stop: Sequence[str] = ()) -> Detokenizer: ...
+    def detokenizer(self, stop: Sequence[str] = (), min_tokens: int = 0) -> Detokenizer: ...
 
 
 class TextWorker:
     """One thread for output, so that results keep their order, and one for prompts, so that a long one delays no stream."""
 
-    def __init__(self, text: Text) -> None:
+    def __init__(self, text: Text, encode_s: float) -> None:
         self.text = text
+        self._encode_s = encode_s
         self._output = ThreadPoolExecutor(1, thread_name_prefix="detokenise")
         self._input = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
 
     async def encode(self, work: Callable[[Text], T]) -> T:
-        """Runs work(text edge) on the prompts' thread."""
-        return await asyncio.get_running_loop().run_in_executor(self._input, work, self.text)
+        """Runs work(text edge) on the prompts' thread; raises DeadlineExceeded when it has not ended after `encode_s`."""
+        done = asyncio.get_running_loop().run_in_executor(self._input, work, self.text)
+        try:
+            return await asyncio.wait_for(done, self._encode_s)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the prompt was not tokenised within {self._encode_s:g} s") from None
 
     def submit(self, rows: Sequence[TextRow], deliver: Callable[[list[TextResult]], None]) -> "asyncio.Future[None]":
-        """One hop for all rows of a step; `deliver` is called on the event loop, in the order of submission."""
+        """One hop for all rows of a step; `deliver` is called on the event loop, in the order of submission.
+
+        The future ends after it, with whatever went wrong on either side.
+        """
         loop = asyncio.get_running_loop()
         delivered: asyncio.Future[None] = loop.create_future()
 
-        def arrive(results: list[TextResult]) -> None:
+        def arrive(produced: "Future[list[TextResult]]") -> None:
+            if delivered.cancelled():
+                return
             try:
-                deliver(results)
-            finally:
-                # Whoever waits for room in the backlog must not hang on a fault in the delivery.
-                if not delivered.done():
-                    delivered.set_result(None)
+                deliver(produced.result())
+            except Exception as error:
+                delivered.set_exception(error)
+            else:
+                delivered.set_result(None)
 
-        def work() -> None:
-            results = to_text(rows)
-            if not loop.is_closed():
-                loop.call_soon_threadsafe(arrive, results)
+        def hand_back(produced: "Future[list[TextResult]]") -> None:
+            if not loop.is_closed() and not produced.cancelled():
+                loop.call_soon_threadsafe(arrive, produced)
 
-        self._output.submit(work)
+        self._output.submit(to_text, rows).add_done_callback(hand_back)
         return delivered
 
     def close(self) -> None:

@@ -9,8 +9,9 @@ def to_step_plan(step: ScheduledStep, ticket: int, timeout_ms: int) -> rank_pb2.
     return rank_pb2.StepPlan(
         ticket=ticket,
         timeout_ms=timeout_ms,
-        decode_mode=common_pb2.DECODE_MODE_REPLICATED,
-        gather=common_pb2.GATHER_NONE,
+        decode_mode=common_pb2.DecodeMode.Value(f"DECODE_MODE_{step.decode_mode.name}"),
+        gather=common_pb2.Gather.Value(f"GATHER_{step.gather.name}"),
+        cost_version=step.cost_version,
         released=step.released,
         admitted=[
             rank_pb2.AdmittedRequest(

@@ -1,6 +1,7 @@
 """A rank without tensors that keeps a rank's promises.
 
-It checks every command as a real rank would (sequence, epoch, instance, request state, block tables), remembers which token
+It checks every command as a real rank would (sequence, epoch, instance, request state, block tables), ends a step when the
+other members of its groups have come (the ranks of one `Room`), remembers which token
 lies in which slot of which member, and "samples" a hash of the history it finds in those slots. A plan that points at a wrong
 slot therefore changes the tokens.
 """
@@ -53,6 +54,44 @@ class Held:
     tokens: list[int] = field(default_factory=list)
 
 
+class PeerGone(Exception):
+    """A collective that will not end well; like gloo's, its text names the peer's address."""
+
+
+class Room:
+    """Where the ranks of a cluster meet."""
+
+    def __init__(self) -> None:
+        self._gone: set[int] = set()
+        self._meetings: dict[str, tuple[set[int], asyncio.Future[None]]] = {}
+
+    def enter(self, rank: int) -> None:
+        """A process has started."""
+        self._gone.discard(rank)
+
+    def leave(self, rank: int) -> None:
+        """A process has died: whoever waits for it notices at once."""
+        self._gone.add(rank)
+        for _, complete in self._meetings.values():
+            if not complete.done():
+                complete.set_exception(PeerGone("read error [10.9.8.7]:4242: connection reset by peer"))
+
+    async def meet(self, what: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
+        """Returns when all have come; PeerGone when one can't, or does not in time."""
+        if self._gone & set(ranks):
+            raise PeerGone("write error [10.9.8.7]:4242: broken pipe")
+        arrived, complete = self._meetings.setdefault(what, (set(), asyncio.get_running_loop().create_future()))
+        arrived.add(rank)
+        if arrived == set(ranks):
+            del self._meetings[what]
+            if not complete.done():
+                complete.set_result(None)
+        try:
+            await asyncio.wait_for(asyncio.shield(complete), timeout_s)
+        except TimeoutError:
+            raise PeerGone(f"{what}: [10.9.8.7]:4242 did not come within {timeout_s:g} s") from None
+
+
 class FakeRank(rank_pb2_grpc.RankServiceServicer):
     """One process. Faults are switched on from outside; `steps` holds every plan it ran."""
 
@@ -60,6 +99,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         self.rank = rank
         self.max_kv_blocks = max_kv_blocks
         self.instance = new_instance()
+        self.room = Room()
         self.model_hash = MODEL_HASH
         self.protocol_version = PROTOCOL_VERSION
         self.host = "one-host"
@@ -78,6 +118,8 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         self.sequences: dict[int, Held] = {}
         self.memory: dict[tuple[int, int, int], int] = {}
         self.pool: int | None = None
+        self.pool_is_settled: bool | None = None
+        self.load_fraction = 0.0
         self.groups: dict[str, list[int]] = {}
         self._config: common_pb2.ClusterConfig | None = None
         self._epoch = 0
@@ -89,6 +131,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
 
     async def start(self, coordinator: str) -> None:
         """Listens and registers; raises the KvloomError of a refused registration."""
+        self.room.enter(self.rank)
         self._server = Server("127.0.0.1", 0, "prompt")
         self._server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, self, "kvloom.v1.RankService")
         address = await self._server.start()
@@ -109,6 +152,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
 
     async def die(self) -> None:
         """The process is gone: its sockets close."""
+        self.room.leave(self.rank)
         if self._server is not None:
             await self._server.stop(0)
 
@@ -130,6 +174,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
             rank=self.rank,
             running_sequence=self._running,
             last_progress_ms=int(1000 * (time.monotonic() - self._last_progress)),
+            load_fraction=self.load_fraction,
         )
 
     async def Execute(
@@ -156,14 +201,24 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
                 self.at_gate.set()
                 await self.gate.wait()
             getattr(self, f"_{kind}")(request, response)
+            if kind == "step" and request.step.rows:
+                await self._meet(request)
         except Refused as refusal:
             response.error.CopyFrom(rank_pb2.CommandError(reason="PLAN_REFUSED", message=str(refusal)))
+        except PeerGone as gone:
+            response.error.CopyFrom(rank_pb2.CommandError(reason="COLLECTIVE_FAILED", message=str(gone)))
         if self.fail_command is not None and self.fail_command[0] == kind:
             response.error.CopyFrom(self.fail_command[1])
             self.fail_command = None
         response.worker_us = int(1e6 * (time.perf_counter() - started))
         self._running, self._last_progress = 0, time.monotonic()
         return response
+
+    async def _meet(self, request: rank_pb2.ExecuteRequest) -> None:
+        """Like the collectives of a real step: nobody has a result before all members of its groups have come."""
+        self._last_progress = time.monotonic()
+        for name, ranks in self.groups.items():
+            await self.room.meet(f"step {request.step.ticket} of {name}", self.rank, ranks, request.step.timeout_ms / 1000)
 
     def _check(self, request: rank_pb2.ExecuteRequest, kind: str) -> None:
         if request.instance != self.instance:
@@ -178,6 +233,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         if self._config is not None:
             raise Refused("configured twice")
         self._config = request.configure.config
+        self.pool_is_settled = request.configure.pool_is_settled
         self._grid = Grid(self._config.tp, self._config.pcp, self._config.dcp, self._config.dp)
         self._layout = Layout(self._config.dcp, self._config.interleave, self._config.block_size)
         response.configured.config.CopyFrom(self._config)
@@ -211,12 +267,8 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
 
     def _step(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
         plan = request.step
-        wanted = {
-            f"{kind}:{index}"
-            for kind, groups in (("tp", self._grid.tp_groups()), ("q", self._grid.q_groups()), ("dcp", self._grid.dcp_groups()))
-            for index, ranks in enumerate(groups)
-            if len(ranks) > 1 and self.rank in ranks
-        }
+        named = self._grid.named_groups()
+        wanted = {name for name, ranks in named.items() if len(ranks) > 1 and self.rank in ranks}
         if set(self.groups) != wanted:
             raise Refused(f"groups {sorted(self.groups)} are open, {sorted(wanted)} are needed")
         for handle in plan.released:

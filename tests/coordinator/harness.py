@@ -17,18 +17,21 @@ from cp_wire import errors
 from cp_wire.channels import open_channel
 from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
-from tests.coordinator.fake_rank import EOS, MODEL_HASH, VOCAB, FakeRank
+from tests.coordinator.fake_rank import EOS, MODEL_HASH, VOCAB, FakeRank, Room
 
 DEADLINE_S = 10.0
 FAST = Timings(
     poll_interval_s=0.02,
     poll_deadline_s=1.0,
-    stall_floor_s=1.0,
+    stall_floor_s=2.0,
     step_floor_s=3.0,
     step_margin_s=0.2,
     configure_s=5.0,
     command_s=2.0,
     open_group_s=2.0,
+    cause_s=0.05,
+    text_s=5.0,
+    encode_s=5.0,
     retry_s=0.02,
     start_s=5.0,
     stop_s=0.2,
@@ -53,15 +56,18 @@ SHAPE = ModelShape(
 class FakeDetokenizer:
     """Token i is the letter number i mod 26."""
 
-    def __init__(self, stop: Sequence[str]) -> None:
+    def __init__(self, stop: Sequence[str], min_tokens: int) -> None:
         self._stop = StopStrings(stop)
+        self._min_tokens = min_tokens
+        self._num_tokens = 0
         self._poison = "?" in stop
 
     def push(self, token_ids: Sequence[int]) -> Emission:
         if self._poison:
             raise RuntimeError("poison")
-        text = self._stop.feed(letters(token_ids))
-        return Emission(text, len(token_ids), self._stop.stopped)
+        self._num_tokens += len(token_ids)
+        text = self._stop.feed(letters(token_ids), armed=self._num_tokens > self._min_tokens)
+        return Emission(text, self._stop.stopped)
 
     def flush(self) -> str:
         return "" if self._stop.stopped else self._stop.flush()
@@ -85,8 +91,8 @@ class FakeText:
     def encode_chat(self, messages: Sequence[tuple[str, str]]) -> list[int]:
         return self.encode("".join(f"{role}:{content}\n" for role, content in messages))
 
-    def detokenizer(self, stop: Sequence[str] = ()) -> FakeDetokenizer:
-        return FakeDetokenizer(stop)
+    def detokenizer(self, stop: Sequence[str] = (), min_tokens: int = 0) -> FakeDetokenizer:
+        return FakeDetokenizer(stop, min_tokens)
 
 
 def cluster_config(**changes: object) -> common_pb2.ClusterConfig:
@@ -164,7 +170,9 @@ class Harness:
     async def until_idle(self) -> None:
         """Until the ranks have forgotten every request and all blocks are free."""
         await eventually(
-            lambda: not any(rank.sequences for rank in self.ranks) and self.scheduler.free_blocks == self.scheduler.total_blocks
+            lambda: (
+                not any(rank.sequences for rank in self.ranks) and set(self.scheduler.free_blocks) == {self.home.pool_blocks}
+            )
         )
 
     async def until_active(self, count: int) -> None:
@@ -174,6 +182,7 @@ class Harness:
     async def replace(self, rank: int) -> FakeRank:
         """Starts a new process in a lost rank's seat."""
         fresh = FakeRank(rank)
+        fresh.room = self.ranks[rank].room
         self.ranks[rank] = fresh
         await fresh.start(self.address)
         return fresh
@@ -208,6 +217,9 @@ async def cluster(
     settled = cluster_config(**config)
     world = settled.tp * settled.pcp * settled.dp
     everyone = list(ranks) if ranks is not None else [FakeRank(rank) for rank in range(world)]
+    room = Room()
+    for rank in everyone:
+        rank.room = room
     coordinator = Coordinator(settled, SHAPE, FakeText(), options or Options(), timings)
     async with coordinator.running() as address, open_channel(address, "prompt") as channel:
         harness = Harness(coordinator, address, everyone, channel)

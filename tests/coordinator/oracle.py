@@ -210,7 +210,7 @@ class Cluster:
         """Nothing runs, nothing waits, nothing is remembered, every block is free."""
         assert not self.scheduler._kv._sequences
         assert (self.scheduler.running, self.scheduler.waiting) == (0, 0)
-        assert self.scheduler.free_blocks == self.scheduler.total_blocks
+        assert set(self.scheduler.free_blocks) == {self.ranks.blocks_per_member}
 
     def check_output(self, request: Request) -> None:
         """The request ended with the tokens it would have had alone, each of them reported once."""

@@ -33,11 +33,12 @@ def test_a_cached_block_is_evictable_when_released_and_evicted_last():
     pool.mark_cached(a)
     pool.release(a)
     pool.release(b)
-    assert (pool.num_free, pool.num_evictable, pool.is_held(a), pool.is_cached(a)) == (3, 1, False, True)
+    assert (pool.num_free, pool.is_held(a)) == (3, False)
     assert pool.take() == (b, False)
     assert pool.take() == (2, False)
     assert pool.take() == (a, True)
-    assert not pool.is_cached(a)
+    with pytest.raises(PoolError, match="shared but not cached"):
+        pool.share(a)
 
 
 def test_the_longest_unused_block_is_evicted_first_and_use_refreshes():
@@ -74,9 +75,10 @@ def test_a_forgotten_block_is_free_if_nobody_holds_it():
     pool.release(a)
     pool.unmark_cached(a)
     pool.unmark_cached(b)
-    assert (pool.num_free, pool.num_evictable, pool.is_held(b)) == (1, 0, True)
+    assert (pool.num_free, pool.is_held(b)) == (1, True)
     pool.release(b)
-    assert (pool.num_free, pool.num_evictable) == (2, 0)
+    assert pool.num_free == 2
+    assert [evicted for _, evicted in (pool.take(), pool.take())] == [False, False]
 
 
 def test_misuse_is_named():
@@ -129,6 +131,4 @@ def test_i6_random_use_keeps_every_block_in_exactly_one_place(seed):
             cached.discard(block)
         held = set(holders)
         assert pool.num_free == pool.num_blocks - len(held)
-        assert pool.num_evictable == len(cached - held)
         assert {block for block in range(8) if pool.is_held(block)} == held
-        assert {block for block in range(8) if pool.is_cached(block)} == cached

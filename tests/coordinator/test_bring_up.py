@@ -1,5 +1,6 @@
 """From registered ranks to a set that serves, and every way it may fail to."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -167,3 +168,49 @@ async def test_requests_before_the_start_are_told_to_come_back():
     async with cluster(ranks=[FakeRank(0)], wait=False, pcp=2, dcp=2) as harness:
         heard = await harness.generate([1])
         assert isinstance(heard.error, errors.Unavailable) and heard.error.retry_after_s == 1
+
+
+@pytest.mark.parametrize("command", ["configure", "allocate_pool"])
+@pytest.mark.parametrize(
+    ("reason", "kind"),
+    [
+        ("CONFIG_REFUSED", errors.ConfigRefused),
+        ("POOL_REFUSED", errors.ConfigRefused),
+        ("MODEL_REFUSED", errors.ConfigRefused),
+        ("PLAN_REFUSED", StartFailed),
+        ("OUT_OF_MEMORY", StartFailed),
+    ],
+)
+async def test_k9_what_a_rank_refuses_is_a_refusal_of_the_cluster(command, reason, kind):
+    rank = FakeRank(0)
+    rank.fail_command = (command, rank_pb2.CommandError(reason=reason, message="no"))
+    async with cluster(ranks=[rank], wait=False) as harness:
+        with pytest.raises(kind, match=reason):
+            await harness.coordinator.ready()
+
+
+async def test_a_restarted_rank_is_told_that_the_pool_is_settled():
+    async with cluster(kv_cache_tokens_per_rank=83) as harness:
+        first = harness.ranks[0]
+        assert not first.pool_is_settled
+        await first.die()
+        await harness.until(lambda status: status.ranks[0].state == "lost")
+        second = FakeRank(0, max_kv_blocks=20)
+        harness.ranks.append(second)
+        await second.start(harness.address)
+        await harness.until(lambda status: status.state == "serving")
+        assert second.pool_is_settled
+        assert second.pool == 20
+
+
+async def test_how_far_a_rank_is_with_its_weights_shows_in_the_status():
+    rank = FakeRank(0)
+    rank.gate.clear()
+    rank.load_fraction = 0.5
+    async with cluster(ranks=[rank], wait=False) as harness:
+        async with asyncio.timeout(5):
+            while (seen := (await harness.status()).ranks[0]).load_fraction != 0.5:
+                await asyncio.sleep(0)
+        assert seen.state == "loading"
+        rank.gate.set()
+        await harness.coordinator.ready()

@@ -98,7 +98,7 @@ def test_meter_reports_medians_and_merges():
 
 def live(stop: tuple[str, ...] = ()) -> LiveRequest:
     request = Request(handle=1, request_id="r", prompt=[1], sampling=Sampling(), salt=b"")
-    return LiveRequest(request, FakeDetokenizer(stop))
+    return LiveRequest(request, FakeDetokenizer(stop, 0))
 
 
 def test_token_after_a_stop_string_is_dropped():

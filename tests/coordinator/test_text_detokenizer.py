@@ -19,18 +19,18 @@ ids_lists = st.lists(st.integers(0, 299), max_size=24)
 pushes = st.lists(ids_lists, max_size=6)
 
 
-def run(cut: list[list[int]], stop: tuple[str, ...] = ()) -> tuple[str, int, bool]:
-    """(text, tokens that belong to the output, stopped?)."""
-    detokenizer = Detokenizer(TOKEN_BYTES, stop)
+def run(cut: list[list[int]], stop: tuple[str, ...] = (), min_tokens: int = 0) -> tuple[str, bool]:
+    """(text, stopped?)."""
+    detokenizer = Detokenizer(TOKEN_BYTES, stop, min_tokens)
     emissions = [detokenizer.push(ids) for ids in cut]
     text = "".join(emission.text for emission in emissions) + detokenizer.flush()
-    return text, sum(emission.consumed for emission in emissions), detokenizer.stopped
+    return text, detokenizer.stopped
 
 
 @given(pushes)
 def test_any_cut_equals_decoding_everything_at_once(cut: list[list[int]]) -> None:
     ids = [token_id for push in cut for token_id in push]
-    assert run(cut) == (TOKENIZER.decode(ids, skip_special_tokens=True), len(ids), False)
+    assert run(cut) == (TOKENIZER.decode(ids, skip_special_tokens=True), False)
 
 
 @given(st.sampled_from(SAMPLES), st.integers(1, 5))
@@ -50,20 +50,33 @@ def test_a_stop_string_cuts_alike_for_any_cut(cut: list[list[int]], stop: list[s
     assert run([[token_id] for push in cut for token_id in push], tuple(stop)) == whole
 
 
-def test_consumed_counts_up_to_the_token_that_completes_the_stop_string() -> None:
+def test_nothing_follows_a_stop_string() -> None:
     ids = TOKENIZER.encode("hello world, hello").ids
-    comma = TOKENIZER.token_to_id(",")
     detokenizer = Detokenizer(TOKEN_BYTES, ["d,"])
-    emission = detokenizer.push(ids)
-    assert emission == Emission("hello worl", ids.index(comma) + 1, True)
-    assert detokenizer.push(ids) == Emission("", 0, True)
+    assert detokenizer.push(ids) == Emission("hello worl", True)
+    assert detokenizer.push(ids) == Emission("", True)
     assert detokenizer.flush() == ""
+
+
+def test_a_stop_string_that_min_tokens_comes_before_is_text() -> None:
+    text = "abcabcabcabc"
+    ids = [TOKENIZER.token_to_id(character) for character in text]
+    assert None not in ids
+    ends = {}
+    for min_tokens in range(len(ids) + 1):
+        whole = run([ids], ("bc", "ca"), min_tokens)
+        assert run([[token_id] for token_id in ids], ("bc", "ca"), min_tokens) == whole
+        ends[min_tokens] = whole
+    assert ends[0] == ends[2] == ("a", True), "the third token completes it and is not before min_tokens"
+    assert ends[3] == ("ab", True), "begun before min_tokens, completed after"
+    assert ends[4] == ends[5] == ("abca", True)
+    assert ends[len(ids)] == (text, False)
 
 
 def test_text_that_may_begin_a_stop_string_waits() -> None:
     detokenizer = Detokenizer(TOKEN_BYTES, ["hello!"])
     hello = TOKENIZER.encode("hello").ids
-    assert detokenizer.push(hello) == Emission("", len(hello), False)
+    assert detokenizer.push(hello) == Emission("", False)
     assert detokenizer.push(TOKENIZER.encode(" w").ids).text == "hello w"
 
 

@@ -25,6 +25,18 @@ def test_any_cut_of_the_text_gives_the_same(pieces: list[str], stops: list[str])
     assert (seen + watch.flush(), watch.stopped) == plainly("".join(pieces), stops)
 
 
+@given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.integers(0, 12))
+def test_what_is_completed_in_unarmed_text_does_not_count(text: str, stops: list[str], unarmed: int) -> None:
+    watch, expected = StopStrings(stops), (text, False)
+    for end in range(unarmed + 1, len(text) + 1):
+        hits = [stop for stop in stops if text[:end].endswith(stop)]
+        if hits:
+            expected = text[: end - len(max(hits, key=len))], True
+            break
+    seen = "".join([watch.feed(character, armed=at >= unarmed) for at, character in enumerate(text)])
+    assert (seen + watch.flush(), watch.stopped) == expected
+
+
 @given(
     st.lists(st.text("ab", max_size=4), max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=4)
 )

@@ -52,7 +52,7 @@ class Coordinator(rpc.RegistryServiceServicer, rpc.ControlServiceServicer):
         if len(self.status.ranks) == self.args.ranks:
             self.all_here.set()
         await self.publish()
-        return pb.RegisterResponse(coordinator_instance="fake")
+        return pb.RegisterResponse()
 
     async def GetStatus(self, request, context):
         return self.status
