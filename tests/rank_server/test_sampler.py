@@ -7,8 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from transformers import MinPLogitsWarper
 
 from rank_server import sampler
+from rank_server.penalties import TokenHistory
 from rank_server.sampler import Draw, RowSampling, sample, uniform
 
 GREEDY = RowSampling(temperature=0.0, top_p=1.0, top_k=0, seed=0, output_index=0)
@@ -22,10 +24,11 @@ def draw(logits: list[float], wanted: RowSampling) -> Draw:
 
 
 def survivors(logits: list[float], wanted: RowSampling) -> dict[int, float]:
-    """Id → probability after temperature, top_k and top_p, by sorting the whole list."""
+    """Id → probability after temperature, min_p, top_k and top_p, by sorting the whole list."""
     peak = max(logits)
     order = sorted(range(len(logits)), key=lambda i: (-logits[i], i))
-    weight = {i: math.exp((logits[i] - peak) / wanted.temperature) for i in order[: wanted.top_k or None]}
+    likely = [i for i in order if math.exp((logits[i] - peak) / wanted.temperature) >= wanted.min_p]
+    weight = {i: math.exp((logits[i] - peak) / wanted.temperature) for i in likely[: wanted.top_k or None]}
     total, kept, mass = sum(weight.values()), {}, 0.0
     for i, w in weight.items():
         kept[i] = w
@@ -84,6 +87,7 @@ def test_draws_equal_the_plain_definition():
             temperature=random_.choice([0.2, 0.7, 1.0, 1.8]),
             top_p=random_.choice([1.0, 0.95, 0.5, 0.1]),
             top_k=random_.choice([0, 1, 3, 20, 100]),
+            min_p=random_.choice([0.0, 0.0, 0.02, 0.3, 0.9]),
             seed=case,
             output_index=case % 7,
         )
@@ -99,6 +103,40 @@ def test_a_nucleus_of_any_size_in_a_large_vocabulary(spread, top_p):
     for seed in range(20):
         wanted = replace(WARM, top_p=top_p, seed=seed)
         assert draw(logits, wanted).token_id == expected_token(logits, wanted)
+
+
+def test_min_p_alone_keeps_what_is_likely_enough_and_always_the_likeliest():
+    logits = as_float32([math.log(p) for p in (0.4, 0.2, 0.1, 0.3)])
+    for min_p, kept in ((0.0, {0, 1, 2, 3}), (0.4, {0, 1, 3}), (0.6, {0, 3}), (1.0, {0})):
+        wanted = replace(WARM, min_p=min_p)
+        assert {draw(logits, replace(wanted, seed=seed)).token_id for seed in range(200)} == kept
+    assert {draw([1.0, 1.0, 0.0], replace(WARM, min_p=1.0, seed=seed)).token_id for seed in range(60)} == {0, 1}
+
+
+@pytest.mark.parametrize("min_p", [0.01, 0.1, 0.7])
+def test_min_p_equals_the_reference(min_p):
+    generator = torch.Generator().manual_seed(6)
+    logits = 3 * torch.randn(1, 500, generator=generator)
+    kept = MinPLogitsWarper(min_p)(torch.zeros(1, 0), logits.clone())[0].isfinite().nonzero().flatten().tolist()
+    assert set(survivors(logits[0].tolist(), replace(WARM, min_p=min_p))) == set(kept)
+
+
+def test_biases_come_before_penalties_and_the_ban_after_both():
+    """Bias makes id 0 positive, so the penalty divides it; id 1 would win but for its ban."""
+    history = TokenHistory(4.0, 0.0, 0.0, num_prompt_tokens=2, vocab_size=4, device=torch.device("cpu"))
+    history.take(0, torch.tensor([0, 0]))
+    wanted = replace(GREEDY, bias=((0, 8.0), (1, 50.0)), history=history, ban=(1,))
+    assert draw([-1.0, 0.0, 1.5, 1.6], wanted).token_id == 0  # (−1 + 8) / 4 = 1.75
+    assert draw([-1.0, 0.0, 1.5, 1.8], wanted).token_id == 3
+    assert draw([-1.0, 0.0, 1.5, 1.8], replace(wanted, ban=())).token_id == 1
+
+
+def test_a_bias_moves_seeded_draws_only_through_the_logits():
+    logits = as_float32([0.5, 1.0, -2.0, 0.0])
+    biased = as_float32([0.5, -1.0, 0.25, 0.0])
+    for seed in range(50):
+        wanted = replace(WARM, bias=((1, -2.0), (2, 2.25)), seed=seed)
+        assert draw(logits, wanted).token_id == draw(biased, replace(WARM, seed=seed)).token_id
 
 
 def test_ties_at_the_edge_of_top_k_and_of_the_nucleus_keep_the_lowest_ids():
@@ -213,6 +251,12 @@ def test_logprobs_are_those_of_the_raw_logits():
     assert got.logprobs.of_token == pytest.approx(float(raw[got.token_id]), abs=1e-9)
     assert [i for i, _ in got.logprobs.top] == raw.topk(6).indices.tolist()
     assert [p for _, p in got.logprobs.top] == pytest.approx(raw.topk(6).values.tolist(), abs=1e-9)
+
+
+def test_logprobs_come_only_when_asked_for():
+    assert draw([1.0, 2.0], GREEDY).logprobs is None
+    alone = draw([1.0, 2.0], replace(GREEDY, logprobs=True)).logprobs
+    assert (alone.of_token, alone.top) == (pytest.approx(-math.log1p(math.exp(-1))), ())
 
 
 def test_reported_alternatives_are_ordered_by_id_within_ties():

@@ -1,11 +1,14 @@
 """From plan to view: what one rank makes of the message that all ranks get."""
 
+from functools import partial
+
 import pytest
+import torch
 
 from cp_layout.interleave import Layout
 from cp_wire.pb import common_pb2, rank_pb2
 from rank_server.sequences import PlanRefused, SequenceTable
-from rank_server.step_batch import build, commit, take_in
+from rank_server.step_batch import RowScores, build, commit, keep_history, take_in
 
 LAYOUT = Layout(num_shards=2, interleave=2, block_size=4)
 
@@ -123,3 +126,53 @@ def test_release_then_admit_in_one_plan_starts_afresh():
     run(plan_with(row(1, 0, [1, 2], [[3], []]), admitted={1: {}}), table, 0)
     run(plan_with(row(1, 0, [1], [[5], []]), admitted={1: {}}, released=[1]), table, 0)
     assert table.get(1).block_table.tolist() == [5]
+
+
+def history(tokens: list[int], cached: int = 0, **fields) -> dict:
+    sampling = {"frequency_penalty": 1.0}
+    return {"sampling": sampling, "num_prompt_tokens": 3, "num_cached_tokens": cached, "cached_token_ids": tokens, **fields}
+
+
+def test_only_requests_with_penalties_have_a_history_and_it_counts_each_token_once():
+    table = SequenceTable()
+    keep = partial(keep_history, vocab_size=6, device=torch.device("cpu"))
+    plan = plan_with(
+        row(1, 2, [4, 5], [[0, 1], [0]], sample=True), row(2, 0, [1, 1]), admitted={1: history([1, 2], cached=2), 2: {}}
+    )
+    take_in(plan, table, LAYOUT, 0, keep)
+    table.get(2).append_blocks([7])
+    batch = build(plan, table, LAYOUT, 0)
+    assert table.get(2).history is None
+    assert batch.draws[0].history.penalised(torch.zeros(6)).tolist() == [0, 0, 0, 0, 0, -1], "position 3 is output"
+    commit(plan, table)
+    batch = build(plan_with(row(1, 4, [5], [[], []], sample=True)), table, LAYOUT, 0)
+    assert batch.draws[0].history.penalised(torch.zeros(6)).tolist() == [0, 0, 0, 0, 0, -2]
+
+
+def test_ranks_that_do_not_draw_keep_no_history():
+    table = SequenceTable()
+    run(plan_with(row(1, 0, [1], [[0], []]), admitted={1: history([])}), table, 0)
+    assert table.get(1).history is None
+
+
+def test_a_history_without_its_cached_tokens_is_refused():
+    keep = partial(keep_history, vocab_size=6, device=torch.device("cpu"))
+    plan = plan_with(admitted={1: history([1], cached=2)})
+    with pytest.raises(PlanRefused, match="request 1: 2 tokens are cached, 1 are named"):
+        take_in(plan, SequenceTable(), LAYOUT, 0, keep)
+
+
+@pytest.mark.parametrize(("start", "count", "first"), [(1, 3, 0), (2, 1, 1), (3, 1, 2)])
+def test_scored_tokens_find_the_row_before_them(start, count, first):
+    table = SequenceTable()
+    scored = {"score_start": start, "score_token_ids": [7] * count}
+    sampling = {"prompt_logprobs": 4}
+    (got,) = run(plan_with(row(1, 0, [5, 6, 7], [[0], [0]], **scored), admitted={1: {"sampling": sampling}}), table, 0).scores
+    assert got == RowScores(handle=1, first=first, token_ids=(7,) * count, top=4)
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 1), (1, 4), (4, 1)])
+def test_tokens_that_the_row_cannot_score_are_refused(start, count):
+    plan = plan_with(row(1, 0, [5, 6, 7], [[0], [0]], score_start=start, score_token_ids=[7] * count), admitted={1: {}})
+    with pytest.raises(PlanRefused, match=f"tokens 0 to 3 can't score {count} tokens from {start}"):
+        run(plan, SequenceTable(), 0)
