@@ -31,6 +31,7 @@ class Accepted:
     lives: tuple[LiveRequest, ...] = ()
     """One per completion, once they are made; they share the prompt and the stream."""
     home: RankSet | None = None
+    """Chosen before the prompt is prepared."""
 
 
 class Admission:
@@ -114,14 +115,14 @@ class Admission:
             raise Unknown(f"the model {wire.model[:MAX_ID_CHARS]} is not served, {self._model_name} is")
         if len(wire.cache_salt) > MAX_ID_CHARS:
             raise InvalidRequest("cache_salt", f"{len(wire.cache_salt)} characters", f"it must have at most {MAX_ID_CHARS}")
-        home = self._pick()
+        accepted.home = home = self._pick()
         seed = wire.seed if wire.HasField("seed") else self._seeds.draw()
         limits = self._limits(home)
         hasher = self._hasher(wire.cache_salt.encode())
         prepared = await self._text.encode(lambda text: prepare(wire, text, limits, seed, hasher))
         if self.closed or not home.ready:
             raise Unavailable("the request's ranks were lost while it was tokenised", retry_after_s=RETRY_AFTER_S)
-        accepted.home, engine = home, home.engine
+        engine = home.engine
         accepted.lives = self._completions(accepted, prepared, wire)
         if accepted.stream.ended or engine is None:
             return
@@ -158,4 +159,9 @@ class Admission:
         ready = [home for home in self._sets if home.ready]
         if not ready:
             raise Unavailable("no rank set is ready", retry_after_s=RETRY_AFTER_S)
-        return min(ready, key=lambda home: home.engine.load if home.engine is not None else 0)
+        return min(ready, key=self._load)
+
+    def _load(self, home: RankSet) -> int:
+        """Requests of a set, those whose prompt is still being prepared for it included."""
+        queued = home.engine.load if home.engine is not None else 0
+        return queued + sum(accepted.home is home and not accepted.lives for accepted in self._active.values())

@@ -161,7 +161,7 @@ class KvBlocks:
         sequence.num_registered = 0
 
     def _chain(self, request: Request, stop: int, start: int = 0) -> Iterator[bytes]:
-        """Digests of the units [start, stop) of the known tokens; those the request came without are computed when first asked for."""
+        """Digests of the units [start, stop) of the known tokens; what the request came without is computed when asked for."""
         hasher = self._sequences[request.handle].hasher
         unit, digests = self._unit_tokens, request.digests
         for index in range(start, stop):

@@ -52,6 +52,8 @@ class Held:
     top_logprobs: int
     tables: list[list[int]]
     tokens: list[int] = field(default_factory=list)
+    named: list[int] = field(default_factory=list)
+    """Its cached tokens, where the admission names them."""
 
 
 class PeerGone(Exception):
@@ -112,7 +114,10 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         self.at_gate = asyncio.Event()
         self.frozen = False
         self.count_wrong = False
+        self.drop_scores = 0
         self.fail_command: tuple[str, rank_pb2.CommandError] | None = None
+        """Fails the next command of a kind."""
+        self.fail_always: tuple[str, rank_pb2.CommandError] | None = None
         self.fail_rows: dict[int, str] = {}
         self.echo_change: dict[str, object] = {}
         self.sequences: dict[int, Held] = {}
@@ -121,7 +126,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         self.pool_is_settled: bool | None = None
         self.load_fraction = 0.0
         self.groups: dict[str, list[int]] = {}
-        self._config: common_pb2.ClusterConfig | None = None
+        self.config: common_pb2.ClusterConfig | None = None
         self._epoch = 0
         self._running = 0
         self._last_progress = time.monotonic()
@@ -210,6 +215,8 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         if self.fail_command is not None and self.fail_command[0] == kind:
             response.error.CopyFrom(self.fail_command[1])
             self.fail_command = None
+        if self.fail_always is not None and self.fail_always[0] == kind:
+            response.error.CopyFrom(self.fail_always[1])
         response.worker_us = int(1e6 * (time.perf_counter() - started))
         self._running, self._last_progress = 0, time.monotonic()
         return response
@@ -230,19 +237,19 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
     # -- commands
 
     def _configure(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
-        if self._config is not None:
+        if self.config is not None:
             raise Refused("configured twice")
-        self._config = request.configure.config
+        self.config = request.configure.config
         self.pool_is_settled = request.configure.pool_is_settled
-        self._grid = Grid(self._config.tp, self._config.pcp, self._config.dcp, self._config.dp)
-        self._layout = Layout(self._config.dcp, self._config.interleave, self._config.block_size)
-        response.configured.config.CopyFrom(self._config)
+        self._grid = Grid(self.config.tp, self.config.pcp, self.config.dcp, self.config.dp)
+        self._layout = Layout(self.config.dcp, self.config.interleave, self.config.block_size)
+        response.configured.config.CopyFrom(self.config)
         for name, value in self.echo_change.items():
             setattr(response.configured.config, name, value)
         response.configured.max_kv_blocks = self.max_kv_blocks
 
     def _allocate_pool(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
-        if self.pool is not None or self._config is None:
+        if self.pool is not None or self.config is None:
             raise Refused("allocated twice, or before it was configured")
         self.pool = request.allocate_pool.num_blocks
         response.pool_allocated.num_blocks = self.pool
@@ -280,6 +287,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
                 raise Refused(f"admitted {admitted.handle} twice")
             tables: list[list[int]] = [[] for _ in range(self._layout.num_shards)]
             self.sequences[admitted.handle] = Held(admitted.shard_offset, admitted.sampling.top_logprobs, tables)
+            self.sequences[admitted.handle].named = list(admitted.cached_token_ids)
             cached[admitted.handle] = admitted.num_cached_tokens
         for row in plan.rows:
             self._row(row, cached.get(row.handle, 0), response.step)
@@ -299,12 +307,17 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
             table.extend(next(blocks) for _ in range(count))
         for position in range(len(sequence.tokens), cached):
             sequence.tokens.append(self.memory[self._slot(sequence, position)])
+        if sequence.named and sequence.named != sequence.tokens[: len(sequence.named)]:
+            raise Refused(f"other cached tokens of {row.handle} are named than are here")
         if row.start != len(sequence.tokens):
             raise Refused(f"row of {row.handle} starts at {row.start}, {len(sequence.tokens)} tokens are here")
         for token in row.token_ids:
             self.memory[self._slot(sequence, len(sequence.tokens))] = token
             sequence.tokens.append(token)
         place = self._grid.coords(self.rank)
+        if row.score_token_ids and place.pcp == place.tp == 0:
+            positions = [common_pb2.PositionLogprobs(sampled=-float(token)) for token in row.score_token_ids]
+            result.scores.add(handle=row.handle, positions=positions[self.drop_scores :])
         if row.sample and place.pcp == place.tp == 0:
             drawn = result.sampled.add(handle=row.handle, token_id=next_token(sequence.tokens))
             drawn.error = self.fail_rows.pop(row.handle, "")

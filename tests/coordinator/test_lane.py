@@ -71,7 +71,7 @@ async def test_error_answer_is_an_exception_of_its_command_alone():
         error = rank_pb2.CommandError(reason="PLAN_REFUSED", message="a gap")
         script.answers.put_nowait(rank_pb2.ExecuteResponse(sequence=1, instance="life", epoch=3, error=error))
         script.answer(2)
-        with pytest.raises(CommandFailed, match="^rank 7: PLAN_REFUSED in reset$") as caught:
+        with pytest.raises(CommandFailed, match=r"^rank 7: PLAN_REFUSED in reset$") as caught:
             await first
         assert (caught.value.reason, caught.value.detail) == ("PLAN_REFUSED", "PLAN_REFUSED: a gap")
         assert (await second).sequence == 2
