@@ -113,15 +113,15 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
 def cluster_config_from(args: argparse.Namespace) -> common_pb2.ClusterConfig:
     """The configuration the flags ask for.
 
-    `auto` dtypes and collectives and a `max_model_len` of 0 are left for the coordinator, who knows the model; so are
-    the model's name and hash, and the protocol version. No law is checked here.
+    `auto` dtypes and collectives, and an `interleave` and a `max_model_len` of 0, are left for `cp_wire.effective.settle`; the
+    model's name and hash are the coordinator's to add. No law is checked here.
     """
     return common_pb2.ClusterConfig(
         tp=args.tp,
         pcp=args.pcp,
         dcp=args.dcp,
         dp=args.dp,
-        interleave=args.interleave or args.block_size,
+        interleave=args.interleave,
         block_size=args.block_size,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

@@ -4,6 +4,7 @@ The KV of a position is a hash of all tokens up to it, so a block holds the righ
 the first, is right. The "model" draws the next token from that hash.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -152,10 +153,13 @@ class Cluster:
         self.ranks = FakeRanks(self.layout, self.blocks_per_member)
         self.sampled: dict[int, int] = {}
 
-    def add(self, prompt: list[int], max_tokens: int = 1, *, salt: bytes = b"", **sampling) -> Request:
+    def add(
+        self, prompt: list[int], max_tokens: int = 1, *, salt: bytes = b"", digests: Sequence[bytes] = (), **sampling
+    ) -> Request:
         """Queues a request with the next handle."""
         handle = len(self.requests) + 1
         request = Request(handle, f"r{handle}", list(prompt), Sampling(max_tokens=max_tokens, **sampling), salt)
+        request.digests.extend(digests)
         self.scheduler.add(request)
         self.requests[handle] = request
         self.tokens[handle] = []

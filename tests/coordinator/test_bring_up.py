@@ -8,7 +8,7 @@ import pytest
 from coordinator.bring_up import first_difference, pool_blocks
 from coordinator.faults import StartFailed
 from cp_wire import errors
-from cp_wire.pb import rank_pb2
+from cp_wire.pb import coordinator_pb2, rank_pb2
 from tests.coordinator.fake_rank import FakeRank
 from tests.coordinator.harness import FAST, cluster, cluster_config
 
@@ -37,9 +37,23 @@ async def test_pool_is_the_least_any_rank_can_hold():
         assert status.config.kv_cache_tokens_per_rank == 160
 
 
-async def test_configured_pool_size_is_taken():
-    async with cluster(kv_cache_tokens_per_rank=83) as harness:
+async def test_j5_configured_pool_size_is_taken_in_whole_blocks_and_said_once(caplog):
+    async with cluster(kv_cache_tokens_per_rank=83, pcp=2, dcp=2) as harness:
         assert harness.ranks[0].pool == 20
+        answer = await harness.control.GetConfig(coordinator_pb2.GetConfigRequest(), timeout=5)
+        assert answer.config.kv_cache_tokens_per_rank == 80
+        await harness.ranks[1].die()
+        await harness.until(lambda status: status.state == "degraded")
+        await harness.replace(1)
+        await harness.until(lambda status: status.state == "serving")
+    (line,) = [record for record in caplog.records if "whole blocks" in record.getMessage()]
+    assert line.levelname == "WARNING"
+    assert line.fields == {"asked_tokens": 83, "tokens": 80, "block_size": 4}
+
+
+async def test_pool_size_of_whole_blocks_is_no_matter_for_the_log(caplog):
+    async with cluster(kv_cache_tokens_per_rank=80):
+        assert not [record for record in caplog.records if "whole blocks" in record.getMessage()]
 
 
 def test_pool_size_laws():

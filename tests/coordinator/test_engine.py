@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coordinator.plan import Sampling
+from coordinator.plan import DecodeMode, Gather, Sampling, ScheduledStep
 from coordinator.predict import StepPredictor, prior_seconds_per_token
 from coordinator.request import Request
 from coordinator.scheduler import Scheduler, SchedulerConfig
@@ -12,6 +12,7 @@ from coordinator.step_times import StepMeter
 from coordinator.text_rows import LiveRequest, TextRow, to_text
 from coordinator.wire_plan import to_step_plan
 from cp_layout.interleave import Layout
+from cp_wire.pb import common_pb2
 from tests.coordinator.fake_rank import continuation
 from tests.coordinator.harness import SHAPE, FakeDetokenizer, cluster
 
@@ -53,6 +54,30 @@ async def test_all_ranks_get_the_same_plans_and_tickets_grow():
         assert first == second
         assert [plan.ticket for plan in first] == list(range(1, len(first) + 1))
         assert all(plan.timeout_ms >= 1000 for plan in first)
+
+
+async def test_l1_bounds_of_a_step_grow_with_its_predicted_time(monkeypatch):
+    monkeypatch.setattr(StepPredictor, "predict", lambda self, tokens: 2.5 * tokens)
+    async with cluster() as harness:
+        task = asyncio.create_task(harness.generate([1, 2, 3], max_tokens=2))
+        await harness.ranks[0].hold()
+        lane = harness.home.seats[0].link.lane
+        limits = [limit for sequence in range(1, 9) if (limit := lane.stall_limit_s(sequence)) is not None]
+        assert limits == [4 * 2.5 * 3]
+        harness.ranks[0].gate.set()
+        await task
+        assert [plan.timeout_ms for plan in harness.ranks[0].steps if plan.rows] == [30_000, 10_000]
+
+
+@pytest.mark.parametrize(
+    ("mode", "gather"), [*((m, Gather.NONE) for m in DecodeMode), *((DecodeMode.OWNER, g) for g in Gather)]
+)
+def test_way_of_computing_is_the_schedulers_choice_and_travels(mode, gather):
+    step = ScheduledStep(released=(), admitted=(), rows=(), decode_mode=mode, gather=gather, cost_version=3)
+    plan = to_step_plan(step, ticket=1, timeout_ms=1)
+    assert common_pb2.DecodeMode.Name(plan.decode_mode) == f"DECODE_MODE_{mode.name}"
+    assert common_pb2.Gather.Name(plan.gather) == f"GATHER_{gather.name}"
+    assert plan.cost_version == 3
 
 
 async def test_e2_preemption_leaves_no_gap_and_no_repeat():

@@ -1,22 +1,28 @@
 """The coordinator as a process: what it imports, prints and exits with."""
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from coordinator.__main__ import build_parser
+from cp_client import Client, errors
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 30
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "coordinator", *arguments]
+def start(*arguments: str, module: str = "coordinator") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True, stdin=subprocess.PIPE,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -98,3 +104,64 @@ def test_m2_it_ends_by_signal_and_with_its_launcher(model, how):
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def serving(model: str, *flags: str) -> Iterator[tuple[Client, subprocess.Popen[str]]]:
+    """A coordinator and its one rank; afterwards both must have ended with status 0."""
+    with contextlib.ExitStack() as stack:
+        coordinator = start("--model", model, *flags)
+        stack.callback(end, coordinator)
+        assert coordinator.stdout is not None
+        address = coordinator.stdout.readline().split("=")[1].strip()
+        rank = start("--model", model, "--rank", "0", "--coordinator", address, module="rank_server")
+        stack.callback(end, rank)
+        assert coordinator.stdout.readline() == f"ready grpc={address}\n"
+        with Client(address) as client:
+            yield client, coordinator
+        assert coordinator.wait(DEADLINE_S) == 0
+        assert rank.wait(DEADLINE_S) == 0
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)
+
+
+def one_running_one_queued(client: Client, pool: ThreadPoolExecutor) -> list[Future[int]]:
+    """Numbers of tokens of two requests where only one may run: the first has streamed a token and the second waits."""
+    running = threading.Event()
+
+    def run() -> int:
+        count = 0
+        with client.generate(token_ids=[5, 6, 7], max_tokens=400, ignore_eos=True, timeout=2 * DEADLINE_S) as stream:
+            for event in stream:
+                count += len(event.token_ids)
+                running.set()
+        return count
+
+    first = pool.submit(run)
+    assert running.wait(DEADLINE_S)
+    second = pool.submit(run)
+    deadline = time.monotonic() + DEADLINE_S
+    while client.status().waiting == 0:
+        assert time.monotonic() < deadline
+    return [first, second]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("in_time", [True, False])
+def test_m5_sigterm_lets_accepted_requests_finish_within_the_drain_time(model, in_time):
+    drain_s = DEADLINE_S if in_time else 0
+    with (
+        serving(model, "--max-num-seqs", "1", "--drain-timeout", str(drain_s)) as (client, coordinator),
+        ThreadPoolExecutor(2) as pool,
+    ):
+        calls = one_running_one_queued(client, pool)
+        coordinator.send_signal(signal.SIGTERM)
+        if in_time:
+            assert [call.result(DEADLINE_S) for call in calls] == [400, 400]
+        else:
+            for call in calls:
+                with pytest.raises(errors.Unavailable, match="shutting down"):
+                    call.result(DEADLINE_S)

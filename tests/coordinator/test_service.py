@@ -2,11 +2,13 @@
 
 import asyncio
 import math
+import threading
 from random import Random
 
 import pytest
 
 from coordinator.app import Options
+from cp_layout.blocks import BlockHasher
 from cp_wire import errors
 from cp_wire.pb import coordinator_pb2
 from tests.coordinator.fake_rank import EOS, continuation
@@ -42,6 +44,36 @@ async def test_chat_and_text_become_tokens_and_text():
         heard = await listen(harness.inference.Generate(coordinator_pb2.GenerateRequest(chat=chat, max_tokens=3), timeout=5))
         prompt = [ord(char) % EOS for char in "user:hi\n"]
         assert heard.token_ids == continuation(prompt, 3)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 2, 6])
+async def test_stop_strings_wait_for_min_tokens(min_tokens):
+    """A stop string of one letter, which the output has at index 1, 2 or later, and again."""
+    output = continuation([3], 60)
+    letter = letters(output)[1]
+    end = next(index for index in range(max(1, min_tokens), 60) if letters(output)[index] == letter)
+    async with cluster() as harness:
+        heard = await harness.generate([3], max_tokens=60, min_tokens=min_tokens, stop=[letter])
+        assert heard.finished.finish_reason == "stop"
+        assert heard.finished.completion_tokens == end + 1 > min_tokens
+        assert heard.text == letters(output)[:end]
+
+
+async def test_a_prompt_is_hashed_on_the_prompts_thread(monkeypatch):
+    threads = {}
+    extend = BlockHasher.extend
+
+    def spy(self, prev, tokens):
+        threads.setdefault(threading.current_thread().name.split("_")[0], []).append(list(tokens))
+        return extend(self, prev, tokens)
+
+    monkeypatch.setattr(BlockHasher, "extend", spy)
+    prompt = list(range(50, 90))
+    async with cluster(pcp=2, dcp=2) as harness:
+        assert (await harness.generate(prompt, max_tokens=2, cache_salt="one")).finished.cached_tokens == 0
+        assert (await harness.generate(prompt, max_tokens=2, cache_salt="one")).finished.cached_tokens == 32
+        assert (await harness.generate(prompt, max_tokens=2, cache_salt="two")).finished.cached_tokens == 0
+    assert threads == {"tokenise": [prompt[start : start + 4] for start in range(0, 40, 4)] * 3}
 
 
 async def test_max_tokens_default_and_drawn_seed():

@@ -103,3 +103,26 @@ def test_a_rank_off_the_grid_is_refused(rank: int) -> None:
 def test_j2_shapes_that_break_a_law_are_refused(sizes: tuple[int, int, int, int], message: str) -> None:
     with pytest.raises(LayoutError, match=message):
         Grid(*sizes)
+
+
+def test_names_of_groups_count_over_the_whole_grid_in_opening_order() -> None:
+    assert Grid(tp=2, pcp=2, dcp=4).named_groups() == {
+        "tp:0": (0, 1), "tp:1": (2, 3), "q:0": (0, 1), "q:1": (2, 3), "dcp:0": (0, 2, 1, 3),
+    }  # fmt: skip
+    assert list(Grid(dp=2).named_groups()) == ["tp:0", "tp:1", "q:0", "q:1", "dcp:0", "dcp:1"]
+
+
+@pytest.mark.parametrize("grid", every_grid(), ids=str)
+def test_each_rank_is_in_one_group_of_each_kind(grid: Grid) -> None:
+    named = grid.named_groups()
+    for rank in range(grid.world_size):
+        for kind in ("tp", "q", "dcp"):
+            name = grid.group_name(kind, rank)
+            assert name.startswith(f"{kind}:") and rank in named[name]
+            assert [other for other, ranks in named.items() if other.startswith(f"{kind}:") and rank in ranks] == [name]
+
+
+def test_a_rank_or_kind_that_is_not_there_has_no_group() -> None:
+    for kind, rank in (("tp", 4), ("pcp", 0)):
+        with pytest.raises(LayoutError, match=f"rank {rank} is in no {kind} group"):
+            Grid(tp=2, pcp=2).group_name(kind, rank)

@@ -25,7 +25,6 @@ def test_defaults():
         pcp=1,
         dcp=1,
         dp=1,
-        interleave=16,
         block_size=16,
         max_num_seqs=64,
         max_num_batched_tokens=512,
@@ -85,8 +84,8 @@ def test_j5_flags_survive_being_handed_on(words):
     assert parse(*flags.cluster_argv(args)) == args
 
 
-def test_j3_the_interleave_follows_the_block_size():
-    assert config("--block-size", "3").interleave == 3
+def test_j3_an_interleave_that_is_not_asked_for_is_left_open():
+    assert config("--block-size", "3").interleave == 0
     assert config("--block-size", "4", "--cp-kv-cache-interleave-size", "8").interleave == 8
 
 
