@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from coordinator.limits import Limits
-from coordinator.prepare import Prepared, prepare
+from coordinator.prepare import Prepared, is_long, prepare
 from coordinator.rank_set import RankSet
 from coordinator.request import Request
 from coordinator.scheduler_types import QueueFull
@@ -119,7 +119,7 @@ class Admission:
         seed = wire.seed if wire.HasField("seed") else self._seeds.draw()
         limits = self._limits(home)
         hasher = self._hasher(wire.cache_salt.encode())
-        prepared = await self._text.encode(lambda text: prepare(wire, text, limits, seed, hasher))
+        prepared = await self._text.encode(lambda text: prepare(wire, text, limits, seed, hasher), long=is_long(wire))
         if self.closed or not home.ready:
             raise Unavailable("the request's ranks were lost while it was tokenised", retry_after_s=RETRY_AFTER_S)
         engine = home.engine

@@ -32,6 +32,9 @@ OPTIONAL = (
 )
 """Fields whose absence means a default."""
 
+LONG_CHARS, LONG_TOKENS, LONG_CHAT = 32_768, 32_768, 64
+"""Characters, token ids or messages above which a prompt counts as long."""
+
 log = get_logger("coordinator.prepare")
 
 
@@ -44,6 +47,17 @@ class Prepared:
     """Of all full hash units of the prompt."""
     samplings: tuple[Sampling, ...]
     """Of each completion."""
+
+
+def is_long(wire: coordinator_pb2.GenerateRequest) -> bool:
+    """Whether preparing the prompt takes long enough (some 20 ms) to keep it away from short ones; itself takes no time."""
+    kind = wire.WhichOneof("prompt")
+    if kind == "text":
+        return len(wire.text) > LONG_CHARS
+    if kind == "tokens":
+        return len(wire.tokens.ids) > LONG_TOKENS
+    messages = wire.chat.messages
+    return len(messages) > LONG_CHAT or sum(len(message.content) for message in messages) > LONG_CHARS
 
 
 def prepare(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits, seed: int, hasher: BlockHasher) -> Prepared:

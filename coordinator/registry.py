@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import grpc.aio
 
 from coordinator.rank_set import RankSet
-from cp_wire.errors import ConfigRefused, InvalidRequest, KvloomError, Unavailable, abort
+from cp_wire.errors import ConfigRefused, InvalidRequest, KvloomError, Unavailable, abort, shorten
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
 
 
@@ -36,7 +36,7 @@ class RegistryServicer(coordinator_pb2_grpc.RegistryServiceServicer):
         for field in ("protocol_version", "model_hash"):
             ours, theirs = getattr(self._config, field), getattr(request, field)
             if ours != theirs:
-                refusal = ConfigRefused(f"rank {request.rank}: {field} is {theirs}, the coordinator has {ours}")
+                refusal = ConfigRefused(f"rank {request.rank}: {field} is {shorten(theirs)}, the coordinator has {ours}")
                 self._sets[request.rank].refuse(refusal)
                 raise refusal
         for field in ("address", "instance"):

@@ -26,17 +26,22 @@ class Text(Protocol):
 
 
 class TextWorker:
-    """One thread for output, so that results keep their order, and one for prompts, so that a long one delays no stream."""
+    """One thread for output, so that results keep their order, one for prompts, and one for long prompts.
+
+    A long prompt takes seconds: it delays no stream and no short prompt, whether it is accepted in the end or not.
+    """
 
     def __init__(self, text: Text, encode_s: float) -> None:
         self.text = text
         self._encode_s = encode_s
         self._output = ThreadPoolExecutor(1, thread_name_prefix="detokenise")
         self._input = ThreadPoolExecutor(1, thread_name_prefix="tokenise")
+        self._long_input = ThreadPoolExecutor(1, thread_name_prefix="tokenise-long")
 
-    async def encode(self, work: Callable[[Text], T]) -> T:
-        """Runs work(text edge) on the prompts' thread; raises DeadlineExceeded when it has not ended after `encode_s`."""
-        done = asyncio.get_running_loop().run_in_executor(self._input, work, self.text)
+    async def encode(self, work: Callable[[Text], T], *, long: bool) -> T:
+        """Runs work(text edge) on a prompts' thread; raises DeadlineExceeded when it has not ended after `encode_s`."""
+        thread = self._long_input if long else self._input
+        done = asyncio.get_running_loop().run_in_executor(thread, work, self.text)
         try:
             return await asyncio.wait_for(done, self._encode_s)
         except TimeoutError:
@@ -71,3 +76,4 @@ class TextWorker:
         """Lets the threads end; what they are doing is not waited for."""
         self._output.shutdown(wait=False, cancel_futures=True)
         self._input.shutdown(wait=False, cancel_futures=True)
+        self._long_input.shutdown(wait=False, cancel_futures=True)

@@ -34,6 +34,9 @@ _SERVER = (
     # The clients above ping idle connections; a server that counts strikes would answer GOAWAY.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 500),
     ("grpc.http2.max_ping_strikes", 0),
+    # gRPC's own bound of 1000 answers CANCELLED, which says neither "busy" nor "try again"; the queue's limit does.
+    ("grpc.server.max_pending_requests", 100_000),
+    ("grpc.server.max_pending_requests_hard_limit", 200_000),
 )
 
 

@@ -43,6 +43,8 @@ def settle(asked: common_pb2.ClusterConfig, shape: ModelShape) -> common_pb2.Clu
     config.protocol_version = PROTOCOL_VERSION
     if config.max_model_len > shape.max_position:
         raise ConfigRefused(f"max_model_len {config.max_model_len} is beyond the model's {shape.max_position} positions")
+    if config.max_model_len < 2:
+        raise ConfigRefused(f"max_model_len {config.max_model_len} leaves no room for a prompt and an output: at least 2")
     for name in ("dtype", "kv_cache_dtype"):
         if getattr(config, name) not in DTYPE_BYTES:
             raise ConfigRefused(f"{name} {getattr(config, name)} is not one of {', '.join(DTYPE_BYTES)}")

@@ -132,7 +132,10 @@ def _chat_template(directory: Path, tokenizer_config: Mapping[str, Any]) -> str 
     if path.is_file():
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ModelRefused(f"{path}: {path.stat().st_size} bytes, the limit is {MAX_JSON_BYTES}")
-        return path.read_text(encoding="utf-8")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ModelRefused(f"{path}: not UTF-8 at byte {error.start}") from None
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,11 @@ class StoredTensor:
     shape: tuple[int, ...]
     file: Path
     begin: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * STORED_DTYPES[self.dtype][1]
 
 
 def stored_tensors(directory: Path) -> list[StoredTensor]:
@@ -52,7 +58,17 @@ def read_header(path: Path) -> list[StoredTensor]:
         if size < 8 or length > MAX_HEADER_BYTES or 8 + length > size:
             raise ModelRefused(f"{path}: not a whole safetensors file ({size} bytes, header says {length})")
         header = parse_json_object(file.read(length), path)
-    return [_entry(name, entry, path, 8 + length, size) for name, entry in header.items() if name != "__metadata__"]
+    tensors = [_entry(name, entry, path, 8 + length, size) for name, entry in header.items() if name != "__metadata__"]
+    _check_disjoint(tensors, path)
+    return tensors
+
+
+def _check_disjoint(tensors: list[StoredTensor], path: Path) -> None:
+    """Two tensors that share bytes are a damaged header, not two tensors."""
+    in_order = sorted((tensor for tensor in tensors if tensor.nbytes), key=lambda tensor: tensor.begin)
+    for before, after in pairwise(in_order):
+        if before.begin + before.nbytes > after.begin:
+            raise ModelRefused(f"{path}: tensors {before.name} and {after.name} overlap")
 
 
 def _entry(name: str, entry: Any, path: Path, data_start: int, size: int) -> StoredTensor:
@@ -66,7 +82,9 @@ def _entry(name: str, entry: Any, path: Path, data_start: int, size: int) -> Sto
     if dtype not in STORED_DTYPES:
         raise ModelRefused(f"{path}: tensor {name} has dtype {dtype}, only {', '.join(STORED_DTYPES)} are supported")
     needed = math.prod(dims) * STORED_DTYPES[dtype][1]
-    if begin < 0 or end - begin != needed:
+    if not 0 <= begin <= end:
+        raise ModelRefused(f"{path}: tensor {name} has the byte range {begin} to {end}")
+    if end - begin != needed:
         raise ModelRefused(f"{path}: tensor {name} of shape {dims} needs {needed} bytes, the header gives it {end - begin}")
     if data_start + end > size:
         raise ModelRefused(f"{path}: truncated, tensor {name} ends at byte {data_start + end} of {size}")

@@ -73,6 +73,9 @@ def select_tensors(found: Iterable[TensorInfo], shape: ModelShape, origin: Path)
     the computation. A head stored beside a tied embedding is not an error: it is the embedding.
     """
     by_name = {tensor.name: tensor for tensor in found}
+    if shape.num_layers > len(by_name):
+        # Before the expectation is spelled out: the number comes from a file and may be anything.
+        raise ModelRefused(f"{origin}: {len(by_name)} tensors can't make up {shape.num_layers} layers")
     expected = expected_tensors(shape)
     for name, dims in expected.items():
         tensor = by_name.get(name)

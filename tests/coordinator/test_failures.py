@@ -256,6 +256,26 @@ async def test_requests_whose_prompt_is_being_prepared_count_for_their_set(monke
         assert sorted(one.finished.route.ranks[0] for one in heard) == [0, 0, 1, 1]
 
 
+async def test_a_long_prompt_keeps_no_short_one_waiting(monkeypatch):
+    release = threading.Event()
+    async with cluster() as harness:
+        encode = FakeText.encode
+        monkeypatch.setattr(
+            FakeText, "encode", lambda text, prompt: (len(prompt) < 9 or release.wait(10)) and encode(text, prompt)
+        )
+        message = coordinator_pb2.ChatMessage(role="a", content="b")
+        chat = coordinator_pb2.ChatPrompt(messages=[message] * 65)
+        long = asyncio.create_task(
+            listen(harness.inference.Generate(coordinator_pb2.GenerateRequest(chat=chat, max_tokens=1), timeout=20))
+        )
+        await harness.until_active(1)
+        short = await listen(harness.inference.Generate(coordinator_pb2.GenerateRequest(text="ab", max_tokens=1), timeout=10))
+        assert short.finished.finish_reason == "length"
+        assert not long.done()
+        release.set()
+        assert (await long).error is None or isinstance((await long).error, errors.InvalidRequest)
+
+
 async def test_step_without_an_answer_is_noticed_by_its_deadline():
     """The rank's event loop answers and claims progress; only the deadline of the step can tell."""
     timings = replace(FAST, stall_floor_s=60.0, step_floor_s=0.2, step_margin_s=0.1)

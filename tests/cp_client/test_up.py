@@ -4,13 +4,14 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from cp_client import up_command
 from cp_client.cli import build_parser, main
 from cp_client.default_model import ModelFetchError
 from cp_client.up_command import cluster_spec
-from tests.model_files.tiny_checkpoint import write_gguf
+from tests.model_files.tiny_checkpoint import CONFIG, tiny_weights, write_gguf, write_hf
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +94,12 @@ def test_threads_are_shared_among_the_ranks(model):
         ("-pcp 2 -dcp 2 --block-size 3 --cp-kv-cache-interleave-size 2", "interleave size 2 must divide block size 3"),
         ("--kv-cache-tokens-per-rank 15", "15 tokens per rank holds no block of 16"),
         ("-dp 2000", "2000 ranks"),
+        ("--device cuda", "device cuda is not supported"),
+        ("--max-model-len 1000000", "max_model_len 1000000 is beyond the model's"),
+        ("--max-model-len 1", "max_model_len 1 leaves no room for a prompt and an output"),
+        ("--kv-cache-memory-bytes 4000TiB", "are available to each of 1 ranks"),
+        ("--kv-cache-memory-bytes 1", "1 bytes holds no block of 16"),
+        ("--kv-cache-tokens-per-rank 18446744073709551615", "are available to each of 1 ranks"),
     ],
 )
 def test_j2_a_broken_law_is_refused_before_anything_starts(model, nothing_starts, capsys, words, said):
@@ -102,6 +109,21 @@ def test_j2_a_broken_law_is_refused_before_anything_starts(model, nothing_starts
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("kvloom: ")
     assert said in captured.err
+
+
+def test_a_checkpoint_in_float64_is_served_in_a_dtype_that_was_asked_for(nothing_starts, capsys, tmp_path):
+    weights = {name: array.astype(np.float64) for name, array in tiny_weights().items()}
+    path = write_hf(tmp_path / "double", CONFIG | {"torch_dtype": "float64"}, weights)
+    assert main(["up", str(path)]) == 2
+    assert capsys.readouterr().err == "kvloom: dtype float64 is not one of bfloat16, float32, float16\n"
+    assert spec(path, "--dtype", "float32").num_ranks == 1
+
+
+@pytest.mark.parametrize(("host", "local"), [("0.0.0.0", "127.0.0.1"), ("::", "::1"), ("127.0.0.2", "127.0.0.2")])
+def test_a5_the_ranks_of_a_public_coordinator_have_an_address_to_dial(model, host, local):
+    got = spec(model, "--host", host)
+    assert value(got.coordinator, "--host") == host
+    assert value(got.rank, "--host") == local
 
 
 def test_k9_a_wrong_model_path_is_refused(nothing_starts, capsys, tmp_path):

@@ -64,6 +64,8 @@ def test_k4_both_ends_agree_on_pings():
     assert client["grpc.http2.ping_timeout_ms"] == 2000
     assert client["grpc.enable_http_proxy"] == 0
     assert server["grpc.so_reuseport"] == 0
+    # Beyond gRPC's own 1000 a burst would be answered CANCELLED instead of reaching the queue's limit.
+    assert server["grpc.server.max_pending_requests"] == 100_000
 
 
 @pytest.mark.sweep

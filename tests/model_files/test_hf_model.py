@@ -205,12 +205,29 @@ def test_truncated_safetensors(directory: Path) -> None:
             {"dtype": "F32", "shape": [32], "data_offsets": [1 << 40, (1 << 40) + 128]},
             "truncated, tensor model.norm.weight ends",
         ),
-        ({"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}, "has shape [16], the model needs [32]"),
+        ({"dtype": "F32", "shape": [16], "data_offsets": [0, 64]}, "tensors lm_head.weight and model.norm.weight overlap"),
+        ({"dtype": "F32", "shape": [32], "data_offsets": [-128, 0]}, "model.norm.weight has the byte range -128 to 0"),
     ],
 )
 def test_damaged_tensor_entries(directory: Path, entry: dict[str, Any], sentence: str) -> None:
     rewrite_header(directory / "model.safetensors", {"model.norm.weight": entry})
     assert sentence in refusal(directory)
+
+
+def test_a_shape_other_than_the_model_needs(tmp_path: Path) -> None:
+    weights = tiny_weights() | {"model.norm.weight": np.ones(16, np.float32)}
+    assert "has shape [16], the model needs [32]" in refusal(write_hf(tmp_path / "m", weights=weights))
+
+
+@pytest.mark.parametrize("layers", [10_000_000, 2_000_000_000])
+def test_absurd_numbers_of_layers_are_refused_without_spelling_them_out(tmp_path: Path, layers: int) -> None:
+    path = write_hf(tmp_path / "m", config=CONFIG | {"num_hidden_layers": layers})
+    assert f"tensors can't make up {layers} layers" in refusal(path)
+
+
+def test_a_chat_template_that_is_not_utf8(directory: Path) -> None:
+    (directory / "chat_template.jinja").write_bytes(b"{{\xff")
+    assert "chat_template.jinja: not UTF-8 at byte 2" in refusal(directory)
 
 
 def test_a_header_that_is_not_json(directory: Path) -> None:

@@ -92,6 +92,13 @@ def test_ban_and_top_p_zero_is_off():
     assert batch.draws[0].ban == ()
 
 
+def test_the_smallest_top_p_is_not_off():
+    table = SequenceTable()
+    sampling = {"temperature": 1e-300, "top_p": 1e-300}
+    batch = run(plan_with(row(1, 0, [1], [[0], []], sample=True), admitted={1: {"sampling": sampling}}), table, 0)
+    assert (batch.draws[0].top_p, batch.draws[0].temperature) == (1e-300, 1e-300)
+
+
 def test_tables_grow_past_their_first_allocation():
     table = SequenceTable()
     ids = list(range(100, 150))
