@@ -46,7 +46,9 @@ class Coordinator(rpc.RegistryServiceServicer, rpc.ControlServiceServicer):
 
     async def Register(self, request, context):
         others = [rank for rank in self.status.ranks if rank.rank != request.rank]
-        here = pb.RankStatus(rank=request.rank, state="ready", pid=request.pid, instance=request.instance)
+        here = pb.RankStatus(
+            rank=request.rank, state="ready", pid=request.pid, instance=request.instance, load_fraction=self.args.loaded
+        )
         del self.status.ranks[:]
         self.status.ranks.extend(sorted([*others, here], key=lambda rank: rank.rank))
         if len(self.status.ranks) == self.args.ranks:
@@ -82,8 +84,28 @@ class Coordinator(rpc.RegistryServiceServicer, rpc.ControlServiceServicer):
         await asyncio.Event().wait()
 
 
+def freeze_if_told(args):
+    """Stops this process when the file --freeze holds its rank, once."""
+    try:
+        with open(args.freeze) as file:
+            chosen = file.read() == str(args.rank)
+    except FileNotFoundError:
+        return
+    if chosen:
+        os.unlink(args.freeze)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
 def rank_main(args):
+    freeze_if_told(args)
+    if args.also == args.rank:
+        print("fatal: too cold", file=sys.stderr, flush=True)
+        with open(args.fifo, "w"):
+            sys.stdin.read()
+        return 1
     if args.fail == args.rank:
+        if args.fifo:
+            open(args.fifo).close()
         print(f"fatal: {args.message}", file=sys.stderr)
         return args.status
     print(f"rank {args.rank} threads {os.environ['OMP_NUM_THREADS']}", file=sys.stderr, flush=True)
@@ -108,9 +130,12 @@ def main(argv):
     parser.add_argument("--stubborn", action="store_true")
     parser.add_argument("--refuse", default="")
     parser.add_argument("--silent", action="store_true")
+    parser.add_argument("--freeze", default="")
+    parser.add_argument("--fifo", help="a rank with --fail waits here for the one with --also")
+    parser.add_argument("--loaded", type=float, default=0.0)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--coordinator")
-    for name in ("--fail", "--die-always"):
+    for name in ("--fail", "--also", "--die-always"):
         parser.add_argument(name, type=int, default=-1)
     parser.add_argument("--message", default="")
     parser.add_argument("--status", type=int, default=1)

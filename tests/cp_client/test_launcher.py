@@ -6,11 +6,11 @@ import select
 import signal
 import socket
 import subprocess
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
-from cp_client import AsyncClient
+from cp_client import AsyncClient, loading
 from cp_client.launcher import Cluster, ClusterFailed, run_cluster
 from cp_wire.channels import open_channel
 from cp_wire.pb import coordinator_pb2 as pb
@@ -19,6 +19,8 @@ from tests.cp_client.fake_programs import COMMAND, spec
 
 pytestmark = pytest.mark.cluster
 DEADLINE_S = 20
+REGISTER_S = 6.0
+"""Enough for the start of a fake rank."""
 
 
 def alive(pid):
@@ -109,6 +111,40 @@ async def test_k9_a_rank_that_fails_at_start_is_named_with_its_reason():
     assert status == 1
 
 
+async def test_k9_the_sentence_of_a_failed_start_is_left_to_who_reports_it(capfd, tmp_path):
+    """The other rank's own end is printed: nobody else says it."""
+    os.mkfifo(tmp_path / "fifo")
+    words = ("--fail", "0", "--message", "no room", "--also", "1", "--fifo", str(tmp_path / "fifo"))
+    message, _ = await start_failure(rank=words, coordinator=("--ranks", "9"))
+    assert message == "rank 0 failed to start: no room"
+    err = capfd.readouterr().err
+    assert "no room" not in err
+    assert err.count("[rank 1] fatal: too cold\n") == 1
+
+
+async def test_how_far_the_ranks_are_is_shown_during_the_start(monkeypatch):
+    seen = []
+
+    @contextmanager
+    def recording(console):
+        yield lambda fractions: seen.append(dict(fractions))
+
+    monkeypatch.setattr(loading, "display", recording)
+    monkeypatch.setattr(loading, "POLL_S", 0.01)
+    cluster = Cluster(spec(2, ("--port", str(free_port()), "--ranks", "3", "--loaded", "0.5")))
+    start = asyncio.ensure_future(cluster.start())
+    try:
+        async with asyncio.timeout(DEADLINE_S):
+            while {0: 0.5, 1: 0.5} not in seen:
+                await asyncio.sleep(0.01)
+        start.cancel()
+        await asyncio.gather(start, return_exceptions=True)
+        count = len(seen)
+    finally:
+        await cluster.stop()
+    assert len(seen) == count
+
+
 async def test_k9_a_rank_that_refuses():
     message, status = await start_failure(rank=("--fail", "0", "--message", "no", "--status", "2"))
     assert (message, status) == ("rank 0 failed to start: no", 2)
@@ -158,6 +194,25 @@ async def test_k8_a_frozen_rank_is_killed_when_it_is_fenced():
         after = await running.status_with(lambda status: status.ranks[0].pid != before[0])
         assert not alive(before[0])
         assert after.ranks[1].pid == before[1]
+
+
+async def test_k8_a_rank_that_freezes_before_it_registers_is_replaced(tmp_path):
+    freeze = tmp_path / "freeze"
+    async with started("--freeze", str(freeze), register_s=REGISTER_S) as running:
+        before = await running.pids()
+        freeze.write_text("1")
+        os.kill(before[1], signal.SIGKILL)
+        after = await running.status_with(lambda status: status.ranks[1].pid != before[1])
+        assert not freeze.exists()
+        assert after.ranks[0].pid == before[0]
+        assert running.supervision.done() is False
+
+
+async def test_k9_a_rank_that_freezes_before_it_registers_is_named(tmp_path):
+    freeze = tmp_path / "freeze"
+    freeze.write_text("0")
+    message, status = await start_failure(ranks=1, rank=("--freeze", str(freeze)), register_s=0.2)
+    assert (message, status) == ("rank 0 failed to start: it did not register within 0.2 s", 1)
 
 
 async def test_m4_a_rank_that_keeps_dying_ends_the_cluster():

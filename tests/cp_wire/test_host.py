@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_wire.host import host_identity
+from cp_wire.host import host_identity, is_wildcard, local_address, local_host
 
 
 def fake_proc(root: Path, boot_id: str = "b-1", namespace: str = "n-1") -> Path:
@@ -22,7 +22,11 @@ def fake_proc(root: Path, boot_id: str = "b-1", namespace: str = "n-1") -> Path:
 
 def test_processes_of_one_host_agree():
     there = subprocess.run(
-        [sys.executable, "-c", "from cp_wire.host import host_identity; print(host_identity())"],
+        [
+            sys.executable,
+            "-c",
+            "from cp_wire.host import host_identity, is_wildcard, local_address, local_host; print(host_identity())",
+        ],
         capture_output=True,
         text=True,
         timeout=60,
@@ -54,3 +58,28 @@ def test_no_identity_on_a_system_without_the_calls(monkeypatch):
         assert host_identity() == ""
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert host_identity() == ""
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "0", "::", "0:0::0", ""])
+def test_a5_wildcards_are_told_from_addresses(host):
+    assert is_wildcard(host)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", "rank-0", "10.0.0.0"])
+def test_a5_addresses_and_names_are_no_wildcards(host):
+    assert not is_wildcard(host)
+    assert local_host(host) == host
+
+
+@pytest.mark.parametrize(
+    ("listens", "dialled"),
+    [
+        ("0.0.0.0:80", "127.0.0.1:80"),
+        ("[::]:80", "[::1]:80"),
+        ("[::1]:80", "[::1]:80"),
+        ("10.1.2.3:80", "10.1.2.3:80"),
+        ("rank-0:80", "rank-0:80"),
+    ],
+)
+def test_a5_a_server_on_all_addresses_is_reached_on_the_loopback(listens, dialled):
+    assert local_address(listens) == dialled

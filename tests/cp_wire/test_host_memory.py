@@ -41,3 +41,5 @@ def test_available_memory_is_read_from_meminfo(tmp_path: Path):
     meminfo.write_text("MemTotal: 10 kB\n")
     with pytest.raises(PoolRefused, match="MemAvailable"):
         available_bytes(meminfo)
+    with pytest.raises(PoolRefused, match=r"absent can't be read \(No such file or directory\)"):
+        available_bytes(tmp_path / "absent")

@@ -7,8 +7,10 @@ import textwrap
 
 import pytest
 
+from cp_wire import process
+
 HEAD = """
-import asyncio, sys
+import asyncio, json, sys
 from cp_wire import errors, process
 from cp_layout.errors import LayoutError
 """
@@ -40,6 +42,9 @@ def last_line(text):
         ("raise errors.PortInUse('h', 1)", 1, "fatal: cannot listen on h:1: the port is in use", False),
         ("raise FileNotFoundError(2, 'No such file', 'a.gguf')", 1, "fatal: [Errno 2] No such file: 'a.gguf'", False),
         ("{}['a']", 1, "fatal: 'a'", True),
+        ("raise ValueError('3 is odd')", 1, "fatal: 3 is odd", True),
+        ("b'\\xff'.decode()", 1, "fatal: 'utf-8' codec can't decode byte 0xff in position 0: invalid start byte", True),
+        ("json.loads('{')", 1, "fatal: Expecting property name enclosed in double quotes: line 1 column 2 (char 1)", True),
         ("raise AssertionError", 1, "fatal: AssertionError", True),
     ],
 )
@@ -48,6 +53,19 @@ def test_k9_the_last_line_says_why(body, status, line, traceback):
     _, err = child.communicate(timeout=20)
     assert (child.returncode, last_line(err)) == (status, line)
     assert ("Traceback" in err) is traceback
+
+
+def test_k9_a_process_names_what_else_is_a_refusal(capsys):
+    class ShelfRefused(ValueError):
+        pass
+
+    async def main():
+        raise ShelfRefused("no such shelf")
+
+    assert process.run(main, refusals=(ShelfRefused,)) == 2
+    assert capsys.readouterr().err == "fatal: no such shelf\n"
+    assert process.run(main) == 1
+    assert "Traceback" in capsys.readouterr().err
 
 
 def test_a_returned_status_is_the_exit_status():

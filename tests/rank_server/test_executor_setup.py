@@ -15,7 +15,7 @@ from rank_server import executor as executor_module
 from rank_server.kv_pool import KvPool
 from rank_server.place import DTYPES, NOT_OURS
 from rank_server.sequences import PlanRefused
-from tests.rank_server.ranks import BLOCKS, B, Rank, config, plan, serving
+from tests.rank_server.ranks import BLOCKS, B, Rank, config, plan, row, serving
 
 
 def full_config(files, **changes):
