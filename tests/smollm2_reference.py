@@ -5,8 +5,11 @@
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 PATH = Path(__file__).parent / "data" / "smollm2_reference.json"
 NEW_TOKENS = 64
@@ -52,6 +55,18 @@ def compute(gguf: Path) -> list[dict[str, Any]]:
 def load() -> list[dict[str, Any]]:
     """The committed reference."""
     return json.loads(PATH.read_text())
+
+
+def assert_close(expected: Sequence[Sequence[float]], actual: Mapping[int, float], tolerance: float = 1e-3) -> None:
+    """Both sides' top candidates of one position agree: same values in order, same value for every id that both name.
+
+    Which of several equally likely candidates comes last among the top is nobody's law: unused token ids share one row.
+    """
+    assert len(actual) == len(expected) == TOP
+    assert sorted((p for _, p in expected), reverse=True) == pytest.approx(sorted(actual.values(), reverse=True), abs=tolerance)
+    last = expected[-1][1]
+    for token_id, logprob in expected:
+        assert actual.get(int(token_id), last) == pytest.approx(logprob, abs=tolerance)
 
 
 if __name__ == "__main__":
