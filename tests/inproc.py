@@ -1,7 +1,8 @@
 """A whole cluster in one process: real scheduler, real plans, real executors; ranks are threads over `local` groups.
 
-What it leaves out is gRPC. Every block that enters a table is filled with NaN on its rank first, so a read of an uncommitted,
-freed or foreign slot shows in the tokens.
+What it leaves out is gRPC. Pools begin full of NaN. A block is filled with NaN again when its last holder gives it back, unless
+the prefix cache names it, and in any case when it enters a table: a read of an uncommitted, freed or foreign slot shows in the
+tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -90,6 +91,7 @@ class InprocCluster:
         self.steps: list[ScheduledStep] = []
         self.results: list[list[rank_pb2.StepResult]] = []
         self.generations: dict[int, Generation] = {}
+        self._free = [set(range(shape.blocks)) for _ in range(shape.dcp)]
         self._sequence = 0
         self._ticket = 0
         self._handle = 0
@@ -153,6 +155,7 @@ class InprocCluster:
         step = self.scheduler.schedule()
         if step is None:
             return None
+        self._fill_freed_blocks()  # of those who gave way
         self._fill_new_blocks(step)
         self._ticket += 1
         plan = to_step_plan(step, ticket=self._ticket, timeout_ms=30_000)
@@ -166,6 +169,7 @@ class InprocCluster:
         sampled = {token.handle: token.token_id for token in drawn if not token.error}
         self._keep_scores(step, [scores for result in samplers for scores in result.scores])
         progress = self.scheduler.commit(step, sampled, failed)
+        self._fill_freed_blocks()
         logprobs = {token.handle: token.logprobs.sampled for token in drawn if token.HasField("logprobs")}
         for item in progress:
             if item.new_token is not None:
@@ -215,6 +219,15 @@ class InprocCluster:
                 for future in opened:
                     future.result(STEP_DEADLINE_S)
 
+    def free_blocks(self, member: int) -> set[int]:
+        """Blocks of a member that nobody holds and the prefix cache does not name."""
+        return set(self.scheduler._kv._pools[member]._free)
+
+    def _fill_freed_blocks(self) -> None:
+        for member, before in enumerate(self._free):
+            self._free[member] = self.free_blocks(member)
+            self._fill(member, sorted(self._free[member] - before))
+
     def _fill_new_blocks(self, step: ScheduledStep) -> None:
         admitted = {admission.handle: admission for admission in step.admitted}
         for row in step.rows:
@@ -223,9 +236,12 @@ class InprocCluster:
                 if row.handle in admitted:
                     shard = self.layout.shard_on(member, admitted[row.handle].shard_offset)
                     cached = self.layout.blocks_needed(shard, admitted[row.handle].num_cached_tokens)
-                for rank, executor in enumerate(self.executors):
-                    if self.grid.dcp_member(rank) == member:
-                        executor.pool.fill_nan(blocks[cached:])
+                self._fill(member, blocks[cached:])
+
+    def _fill(self, member: int, blocks: Sequence[int]) -> None:
+        for rank, executor in enumerate(self.executors):
+            if self.grid.dcp_member(rank) == member:
+                executor.pool.fill_nan(blocks)
 
 
 @contextmanager

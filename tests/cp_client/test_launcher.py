@@ -124,10 +124,16 @@ async def test_k9_the_sentence_of_a_failed_start_is_left_to_who_reports_it(capfd
 
 async def test_how_far_the_ranks_are_is_shown_during_the_start(monkeypatch):
     seen = []
+    both = asyncio.Event()
+
+    def show(fractions):
+        seen.append(dict(fractions))
+        if fractions == {0: 0.5, 1: 0.5}:
+            both.set()
 
     @contextmanager
     def recording(console):
-        yield lambda fractions: seen.append(dict(fractions))
+        yield show
 
     monkeypatch.setattr(loading, "display", recording)
     monkeypatch.setattr(loading, "POLL_S", 0.01)
@@ -135,8 +141,7 @@ async def test_how_far_the_ranks_are_is_shown_during_the_start(monkeypatch):
     start = asyncio.ensure_future(cluster.start())
     try:
         async with asyncio.timeout(DEADLINE_S):
-            while {0: 0.5, 1: 0.5} not in seen:
-                await asyncio.sleep(0.01)
+            await both.wait()
         start.cancel()
         await asyncio.gather(start, return_exceptions=True)
         count = len(seen)

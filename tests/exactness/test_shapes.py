@@ -17,20 +17,22 @@ NAMED = [
     ((8, 1, 8), {"heads": 8, "kv_heads": 1}),
     ((6, 1, 2), {"heads": 6, "kv_heads": 3, "hidden": 48, "ffn": 100}),
     ((4, 2, 4), {"heads": 8, "kv_heads": 2}),
+    ((2, 2, 2), {"heads": 8, "kv_heads": 8}),
 ]
 MODELS = [
     {"heads": 8, "kv_heads": 1},
     {"heads": 8, "kv_heads": 2},
     {"heads": 8, "kv_heads": 4},
+    {"heads": 8, "kv_heads": 8},
     {"heads": 6, "kv_heads": 3, "hidden": 48, "ffn": 100},
     {"heads": 6, "kv_heads": 1, "hidden": 48, "ffn": 100, "tie": True},
 ]
 
 
 def prompts_for(virtual_block: int, vocab: int, seed: int) -> list[list[int]]:
-    """Prompts around every edge: 1, 2, 3, B−1, B, B+1, V−1, V, V+1."""
+    """Prompts around every edge: 1, 2, 3, B−1, B, B+1, V−1, V, V+1, and 10 V."""
     rng = random.Random(seed)
-    lengths = sorted({1, 2, 3, B - 1, B, B + 1, virtual_block - 1, virtual_block, virtual_block + 1})
+    lengths = sorted({1, 2, 3, B - 1, B, B + 1, virtual_block - 1, virtual_block, virtual_block + 1, 10 * virtual_block})
     return [[rng.randrange(vocab) for _ in range(length)] for length in lengths if length > 0]
 
 
