@@ -61,6 +61,8 @@ class FakeRanks:
         self.blocks_per_member = blocks_per_member
         self.sequences: dict[int, _Sequence] = {}
         self.memory: dict[tuple[int, int], list[int | None]] = {}
+        self.scored: dict[int, int] = {}
+        """Per handle, the first prompt position that is still to be scored."""
 
     def reset(self) -> None:
         """A new epoch: no sequence, and no content that anybody may rely on."""
@@ -77,6 +79,9 @@ class FakeRanks:
             assert 0 <= admission.shard_offset < self.layout.num_shards
             tables: list[list[int]] = [[] for _ in range(self.layout.num_shards)]
             cached = admission.num_cached_tokens
+            request = requests[admission.handle]
+            assert admission.num_prompt_tokens == len(request.prompt)
+            assert admission.cached_token_ids == (request.known(0, cached) if request.sampling.counts_tokens else ())
             self.sequences[admission.handle] = _Sequence(admission.sampling, admission.shard_offset, cached, tables, cached)
         handles = [row.handle for row in step.rows]
         assert len(set(handles)) == len(handles), "two rows of one request"
@@ -97,6 +102,7 @@ class FakeRanks:
         assert row.sample == (end == len(history))
         assert row.output_index == len(request.output)
         assert row.ban_stop == (len(request.output) < sequence.sampling.min_tokens)
+        self._score(row, request)
         self._append_blocks(sequence, row.new_blocks)
         for member, table in enumerate(sequence.tables):
             shard = self.layout.shard_on(member, sequence.offset)
@@ -114,6 +120,18 @@ class FakeRanks:
                 content[offset] = kv
         sequence.num_computed = end
         return [(row.handle, draw(kv, sequence.sampling, row.ban_stop))] if row.sample else []
+
+    def _score(self, row, request: Request) -> None:
+        """Every position once, in order, and all of them before the first draw."""
+        first, scored = row.score_start, row.score_token_ids
+        if scored:
+            assert request.sampling.prompt_logprobs is not None
+            assert row.start < first == self.scored.get(row.handle, 1)
+            assert first + len(scored) <= row.start + len(row.token_ids) + 1, "scored by tokens that are not in the row"
+            assert scored == tuple(request.prompt[first : first + len(scored)])
+            self.scored[row.handle] = first + len(scored)
+        if row.sample and request.sampling.prompt_logprobs is not None:
+            assert self.scored.get(row.handle, 1) == len(request.prompt)
 
     def _append_blocks(self, sequence: _Sequence, new_blocks: tuple[tuple[int, ...], ...]) -> None:
         assert new_blocks == () or (len(new_blocks) == self.layout.num_shards and any(new_blocks))
@@ -154,12 +172,19 @@ class Cluster:
         self.sampled: dict[int, int] = {}
 
     def add(
-        self, prompt: list[int], max_tokens: int = 1, *, salt: bytes = b"", digests: Sequence[bytes] = (), **sampling
+        self,
+        prompt: list[int],
+        max_tokens: int = 1,
+        *,
+        salt: bytes = b"",
+        digests: Sequence[bytes] = (),
+        leader: Request | None = None,
+        **sampling,
     ) -> Request:
         """Queues a request with the next handle."""
         handle = len(self.requests) + 1
-        request = Request(handle, f"r{handle}", list(prompt), Sampling(max_tokens=max_tokens, **sampling), salt)
-        request.digests.extend(digests)
+        wanted = Sampling(max_tokens=max_tokens, **sampling)
+        request = Request(handle, f"r{handle}", list(prompt), wanted, salt, list(digests), leader=leader)
         self.scheduler.add(request)
         self.requests[handle] = request
         self.tokens[handle] = []

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from coordinator.limits import Limits, RequestRefused, shortened
+from coordinator.limits import Limits, RequestRefused, completions, shortened
 from coordinator.plan import Sampling
 from cp_layout.interleave import Layout
 
@@ -30,6 +30,11 @@ def refuse(prompt=PROMPT, limits=LIMITS, **fields) -> RequestRefused:
         ("seed", [0, 1, 2**64 - 1], [-1, 2**64]),
         ("min_tokens", [0, 1, 90], [-1, 91]),
         ("top_logprobs", [0, 19, 20], [-1, 21]),
+        ("prompt_logprobs", [None, 0, 20], [-1, 21]),
+        ("min_p", [0.0, 1e-30, 1.0], [-1e-9, 1.0001, math.nan]),
+        ("repetition_penalty", [0.1, 1.0, 10.0], [0.0, 0.0999, 10.1, -1.0, math.inf, math.nan]),
+        ("presence_penalty", [-2.0, 0.0, 2.0], [-2.01, 2.01, math.nan]),
+        ("frequency_penalty", [-2.0, 0.0, 2.0], [-2.01, 2.01, -math.inf, math.nan]),
     ],
 )
 def test_l4_numbers_are_bounded_on_both_sides(field, accepted, refused):
@@ -85,6 +90,33 @@ def test_stop_token_ids_are_few_and_inside_the_vocabulary():
     assert refuse(stop_token_ids=[-1]).field == "stop_token_ids"
     assert accept(stop_token_ids=[1] * 64)
     assert refuse(stop_token_ids=[1] * 65).value == "65 ids"
+
+
+def test_logit_biases_are_few_bounded_and_inside_the_vocabulary():
+    assert accept(logit_bias={49: -100.0, 0: 100.0}).logit_bias == ((0, 100.0), (49, -100.0))
+    for token in (-1, 50):
+        assert refuse(logit_bias={token: 0.0}).field == "logit_bias token id"
+    for bias in (100.1, -100.1, math.nan, math.inf):
+        assert refuse(logit_bias={1: bias}).field == "logit_bias"
+    many = Limits(max_model_len=100, vocab_size=400, layout=Layout(1, 4, 4), blocks_per_member=1000)
+    assert len(accept(limits=many, logit_bias=dict.fromkeys(range(300), 1.0)).logit_bias) == 300
+    assert refuse(limits=many, logit_bias=dict.fromkeys(range(301), 1.0)).value == "301 entries"
+
+
+def test_completions_are_1_to_16():
+    assert [completions(n) for n in (None, 1, 16)] == [1, 1, 16]
+    for n in (0, -1, 17, 2**62):
+        with pytest.raises(RequestRefused, match=f"n is {n}, it must be from 1 to 16"):
+            completions(n)
+
+
+def test_the_scores_of_a_prompt_are_bounded():
+    """2²² values: a prompt of 2²² / 21 tokens may have 20 alternatives, a longer one fewer."""
+    long = [1] * (2**22 // 21 + 1)
+    limits = Limits(max_model_len=2**20, vocab_size=50, layout=Layout(1, 4, 4), blocks_per_member=2**18)
+    assert accept(long[1:], limits, prompt_logprobs=20)
+    assert accept(long, limits, prompt_logprobs=19)
+    assert refuse(long, limits, prompt_logprobs=20).field == "prompt_logprobs"
 
 
 def test_end_of_sequence_ids_end_a_request_unless_ignored():

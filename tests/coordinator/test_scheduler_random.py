@@ -40,13 +40,20 @@ class SchedulerMachine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 3),
         stops=st.sampled_from([(), (3, 7), tuple(range(0, VOCAB, 4))]),
         salt=st.sampled_from([b"", b"tenant"]),
+        more=st.sampled_from([{}, {"prompt_logprobs": 0}, {"presence_penalty": 1.0}]),
+        completions=st.integers(1, 3),
     )
-    def add(self, length: int, variant: int, max_tokens: int, min_tokens: int, stops: tuple[int, ...], salt: bytes) -> None:
+    def add(
+        self, length: int, variant: int, max_tokens: int, min_tokens: int, stops: tuple[int, ...], salt: bytes,
+        more: dict[str, float], completions: int,
+    ) -> None:  # fmt: skip
         """Prompts share a prefix up to `variant`."""
         assume(fits_ever(self.cluster.layout, length + max_tokens - 1, self.cluster.blocks_per_member))
         prompt = [p % 11 if p < variant else (p + variant) % 13 + 11 for p in range(length)]
         sampling = {"min_tokens": min(min_tokens, max_tokens), "stop_token_ids": stops}
-        self.cluster.add(prompt, max_tokens, salt=salt, **sampling)
+        leader = self.cluster.add(prompt, max_tokens, salt=salt, **sampling, **more)
+        for _ in range(1, completions):
+            self.cluster.add(prompt, max_tokens, salt=salt, leader=leader, **sampling)
 
     @precondition(lambda self: self.in_flight is None)
     @rule()
