@@ -1,12 +1,12 @@
 """What a user of a running cluster sees."""
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from cp_client import Client, errors
 from cp_wire.channels import open_sync_channel
@@ -58,10 +58,21 @@ def test_generate_command_prints_one_document(smollm2, kvloom_json, reference):
 
 
 def test_generate_streams_text_and_chat_uses_the_template(smollm2, kvloom):
-    status, out, err = kvloom(
-        "generate", "--target", smollm2.address, "--max-tokens", "8", "--temperature", "0", "--chat", "Say hello."
-    )
-    assert (status, bool(out.strip())) == (0, True), err
+    words = ("--max-tokens", "8", "--temperature", "0", "Say hello.")
+    for flags, prompt in (
+        ((), {"prompt": "Say hello."}),
+        (("--chat",), {"messages": [{"role": "user", "content": "Say hello."}]}),
+    ):
+        expected = smollm2.client.complete(**prompt, max_tokens=8, temperature=0.0)
+        status, out, err = kvloom("generate", "--target", smollm2.address, *flags, *words)
+        assert (status, out.strip()) == (0, expected.text.strip()), err
+
+
+def test_chat_and_text_are_different_prompts(smollm2):
+    text = smollm2.client.complete("Say hello.", max_tokens=8, temperature=0.0)
+    chat = smollm2.client.complete(messages=[{"role": "user", "content": "Say hello."}], max_tokens=8, temperature=0.0)
+    assert chat.usage.prompt_tokens > text.usage.prompt_tokens
+    assert chat.text != text.text
 
 
 def test_status_command_has_the_fixed_fields(smollm2, kvloom_json):
@@ -97,6 +108,18 @@ def test_health_and_reflection(smollm2):
     with open_sync_channel(smollm2.address, "control") as channel:
         answer = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=DEADLINE_S)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
+        asked = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+        (listed,) = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(asked, timeout=DEADLINE_S)
+        names = {service.name for service in listed.list_services_response.service}
+        assert names > {f"kvloom.v1.{name}Service" for name in ("Inference", "Control", "Registry")}
+
+
+def test_j5_the_effective_configuration_is_told(smollm2):
+    config = smollm2.client.config()
+    assert (config.pcp, config.dcp, config.interleave, config.block_size) == (2, 2, 4, 16)
+    assert (config.dtype, config.kv_cache_dtype, config.collectives) == ("float32", "float32", "shm")
+    assert (config.kv_cache_tokens_per_rank, config.max_model_len) == (1024, 1800)
+    assert config == smollm2.status().config
 
 
 BAD = [
@@ -212,6 +235,6 @@ def test_errors_carry_their_status_code(smollm2):
 
 
 def test_json_mode_keeps_stdout_clean_on_refusal(smollm2, kvloom):
-    status, out, _ = kvloom("generate", "--target", smollm2.address, "--token-ids", "1", "--top-p", "7", "--json")
-    assert status == 2
-    assert out == "" or json.loads(out)
+    status, out, err = kvloom("generate", "--target", smollm2.address, "--token-ids", "1", "--top-p", "7", "--json")
+    assert (status, out) == (2, "")
+    assert "top_p" in err
