@@ -9,7 +9,7 @@ from cp_client.events import Completion, Event, Reader, join
 from cp_client.request import DRAIN_MARGIN_S, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, Options, generate_request
 from cp_wire.channels import open_channel
 from cp_wire.errors import Cancelled, RpcError, from_rpc_error
-from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
+from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
 
 T = TypeVar("T")
 
@@ -106,6 +106,10 @@ class AsyncClient:
         """Ranks, groups, queue lengths and the effective configuration; see `Client.status`."""
         request = coordinator_pb2.GetStatusRequest(last_steps=last_steps)
         return await _answer(self._control.GetStatus(request, timeout=timeout))
+
+    async def config(self, *, timeout: float = UNARY_TIMEOUT_S) -> common_pb2.ClusterConfig:
+        """The effective configuration; see `Client.config`."""
+        return (await _answer(self._control.GetConfig(coordinator_pb2.GetConfigRequest(), timeout=timeout))).config
 
     async def drain(self, deadline_s: float = 30.0) -> int:
         """Stops admission, waits up to `deadline_s` for the accepted requests; returns how many were ended early."""

@@ -9,7 +9,7 @@ from cp_client.events import Completion, Event, Reader, join
 from cp_client.request import DRAIN_MARGIN_S, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, Options, generate_request
 from cp_wire.channels import open_sync_channel
 from cp_wire.errors import RpcError, from_rpc_error
-from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
+from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
 
 
 class Stream:
@@ -105,6 +105,11 @@ class Client:
         """
         with _typed_errors():
             return self._control.GetStatus(coordinator_pb2.GetStatusRequest(last_steps=last_steps), timeout=timeout)
+
+    def config(self, *, timeout: float = UNARY_TIMEOUT_S) -> common_pb2.ClusterConfig:
+        """The effective configuration: what was asked for, with everything settled that was left open."""
+        with _typed_errors():
+            return self._control.GetConfig(coordinator_pb2.GetConfigRequest(), timeout=timeout).config
 
     def drain(self, deadline_s: float = 30.0) -> int:
         """Stops admission, waits up to `deadline_s` for the accepted requests; returns how many were ended early."""

@@ -5,6 +5,7 @@ import threading
 from contextlib import contextmanager
 
 from cp_wire.errors import Unknown, abort
+from cp_wire.pb import common_pb2
 from cp_wire.pb import coordinator_pb2 as pb
 from cp_wire.pb import coordinator_pb2_grpc as rpc
 from cp_wire.serve import Server
@@ -22,6 +23,7 @@ class FakeCoordinator(rpc.InferenceServiceServicer, rpc.ControlServiceServicer):
         self.drains = []
         self.cancelled = threading.Event()
         self.status = pb.GetStatusResponse()
+        self.config = common_pb2.ClusterConfig()
 
     async def Generate(self, request, context):
         self.requests.append(request)
@@ -45,6 +47,11 @@ class FakeCoordinator(rpc.InferenceServiceServicer, rpc.ControlServiceServicer):
 
     async def GetStatus(self, request, context):
         return self.status
+
+    async def GetConfig(self, request, context):
+        if not self.config.tp:
+            await abort(context, Unknown("no configuration"))
+        return pb.GetConfigResponse(config=self.config)
 
     async def Drain(self, request, context):
         self.drains.append(request.deadline_ms)

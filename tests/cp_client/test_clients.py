@@ -200,3 +200,16 @@ def test_k5_async_clients_in_two_threads_with_their_own_loops(target):
     for thread in threads:
         thread.join(DEADLINE_S)
     assert answers == ["Hello"] * 2
+
+
+async def test_j5_both_clients_read_the_effective_configuration(fake, target):
+    async with AsyncClient(target) as client:
+        with pytest.raises(errors.Unknown, match="no configuration"):
+            await client.config()
+        fake.config.tp, fake.config.interleave = 2, 4
+        assert await client.config() == fake.config
+    with Client(target) as client:
+        assert (client.config().tp, client.config().interleave) == (2, 4)
+        fake.config.tp = 0
+        with pytest.raises(errors.Unknown, match="no configuration"):
+            client.config()
