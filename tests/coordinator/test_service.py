@@ -12,7 +12,7 @@ from cp_layout.blocks import BlockHasher
 from cp_wire import errors
 from cp_wire.pb import coordinator_pb2
 from tests.coordinator.fake_rank import EOS, continuation
-from tests.coordinator.harness import cluster, letters, listen
+from tests.coordinator.harness import cluster, eventually, letters, listen
 
 SHAPES = [{}, {"pcp": 2, "dcp": 2}, {"tp": 2, "dcp": 2, "interleave": 1}, {"tp": 2, "pcp": 2, "dcp": 4, "interleave": 2}]
 
@@ -44,6 +44,19 @@ async def test_chat_and_text_become_tokens_and_text():
         heard = await listen(harness.inference.Generate(coordinator_pb2.GenerateRequest(chat=chat, max_tokens=3), timeout=5))
         prompt = [ord(char) % EOS for char in "user:hi\n"]
         assert heard.token_ids == continuation(prompt, 3)
+
+
+async def test_completions_share_no_list_of_digests():
+    """Each adds those of its own output."""
+    async with cluster() as harness:
+        harness.ranks[0].gate.clear()
+        task = asyncio.create_task(harness.generate([1] * 9, n=2, max_tokens=2))
+        await eventually(lambda: any(active.lives for active in harness.coordinator.admission.active.values()))
+        (active,) = harness.coordinator.admission.active.values()
+        first, second = (live.request.digests for live in active.lives)
+        assert len(first) == 2 and first == second and first is not second
+        harness.ranks[0].gate.set()
+        await task
 
 
 @pytest.mark.parametrize("min_tokens", [0, 2, 6])

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from coordinator.stop_strings import StopStrings
@@ -25,6 +25,7 @@ def test_any_cut_of_the_text_gives_the_same(pieces: list[str], stops: list[str])
     assert (seen + watch.flush(), watch.stopped) == plainly("".join(pieces), stops)
 
 
+@example("aaa", ["aa"], 2)
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=6), max_size=4), st.integers(0, 12))
 def test_what_is_completed_in_unarmed_text_does_not_count(text: str, stops: list[str], unarmed: int) -> None:
     watch, expected = StopStrings(stops), (text, False)
