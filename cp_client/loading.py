@@ -58,6 +58,11 @@ class Lines:
         log.info("ranks load their weights", loaded=" ".join(f"{rank}:{part:.0%}" for rank, part in fractions.items()))
 
 
+def loaded(status: coordinator_pb2.GetStatusResponse) -> dict[int, float]:
+    """Loaded fraction by rank, of those that have come."""
+    return {rank.rank: rank.load_fraction for rank in status.ranks if rank.state != "absent"}
+
+
 async def follow_loading(target: str) -> None:
     """Shows what the coordinator's status says about the ranks; runs until it is cancelled."""
     async with open_channel(target, "prompt") as channel:
@@ -66,7 +71,7 @@ async def follow_loading(target: str) -> None:
             while True:
                 try:
                     status = await control.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=POLL_TIMEOUT_S)
-                    show({rank.rank: rank.load_fraction for rank in status.ranks})
+                    show(loaded(status))
                 except RpcError as error:
                     log.debug("no status", why=from_rpc_error(error).message)
                 await asyncio.sleep(POLL_S)

@@ -17,7 +17,7 @@ from cp_wire.pb import common_pb2
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
 Merge = Literal["a2a", "ag_rs"]
-MERGES: dict[int, Merge] = {common_pb2.MERGE_A2A: "a2a", common_pb2.MERGE_AG_RS: "ag_rs"}
+MERGES: "dict[common_pb2.Merge.ValueType, Merge]" = {common_pb2.MERGE_A2A: "a2a", common_pb2.MERGE_AG_RS: "ag_rs"}
 
 NOT_OURS = (
     "max_model_len",

@@ -6,11 +6,17 @@ import logging
 import pytest
 from rich.console import Console
 
-from cp_client.loading import LINE_INTERVAL_S, Lines, display
+from cp_client.loading import LINE_INTERVAL_S, Lines, display, loaded
+from cp_wire.pb import coordinator_pb2 as pb
 
 
 def console(terminal):
     return Console(file=io.StringIO(), force_terminal=terminal, width=80, color_system=None)
+
+
+def test_a_rank_that_has_not_come_is_not_loading():
+    ranks = [pb.RankStatus(rank=0, state="loading", load_fraction=0.5), pb.RankStatus(rank=1, state="absent")]
+    assert loaded(pb.GetStatusResponse(ranks=ranks)) == {0: 0.5}
 
 
 def test_a_terminal_shows_one_bar_for_each_rank():
