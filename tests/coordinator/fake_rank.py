@@ -21,6 +21,7 @@ from cp_wire.channels import open_channel
 from cp_wire.identity import PROTOCOL_VERSION, new_instance
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc, rank_pb2, rank_pb2_grpc
 from cp_wire.serve import Server
+from tests.coordinator.room import PeerGone, Room
 
 VOCAB = 96
 EOS = 95
@@ -54,61 +55,6 @@ class Held:
     tokens: list[int] = field(default_factory=list)
     named: list[int] = field(default_factory=list)
     """Its cached tokens, where the admission names them."""
-
-
-class PeerGone(Exception):
-    """A collective that will not end well; like gloo's, its text names the peer's address."""
-
-
-@dataclass
-class Meeting:
-    """A collective under way."""
-
-    ranks: Sequence[int]
-    complete: "asyncio.Future[None]"
-    arrived: set[int] = field(default_factory=set)
-
-    def fail(self, why: str) -> None:
-        """For all who wait, and for all who come later."""
-        if not self.complete.done():
-            self.complete.set_exception(PeerGone(f"{why} [10.9.8.7]:4242"))
-            self.complete.exception()  # those who waited may be gone too
-
-
-class Room:
-    """Where the ranks of a cluster meet."""
-
-    def __init__(self) -> None:
-        self._gone: set[int] = set()
-        self._meetings: dict[str, Meeting] = {}
-
-    def enter(self, rank: int) -> None:
-        """A process has started."""
-        self._gone.discard(rank)
-
-    def leave(self, rank: int) -> None:
-        """A process has died: whoever waits for it notices at once."""
-        self._gone.add(rank)
-        for meeting in self._meetings.values():
-            if rank in meeting.ranks:
-                meeting.fail("connection reset by")
-
-    async def meet(self, what: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
-        """Returns when all have come; PeerGone when one can't, or does not in time."""
-        if self._gone & set(ranks):
-            raise PeerGone("broken pipe to [10.9.8.7]:4242")
-        complete = asyncio.get_running_loop().create_future()
-        meeting = self._meetings.setdefault(what, Meeting(ranks, complete))
-        meeting.arrived.add(rank)
-        if meeting.arrived == set(ranks):
-            del self._meetings[what]
-            if not meeting.complete.done():
-                meeting.complete.set_result(None)
-        try:
-            await asyncio.wait_for(asyncio.shield(meeting.complete), timeout_s)
-        except TimeoutError:
-            meeting.fail(f"{what}: nothing within {timeout_s:g} s from")
-            raise PeerGone(f"{what}: timed out") from None
 
 
 class FakeRank(rank_pb2_grpc.RankServiceServicer):

@@ -17,7 +17,8 @@ from cp_wire import errors
 from cp_wire.channels import open_channel
 from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
-from tests.coordinator.fake_rank import EOS, MODEL_HASH, VOCAB, FakeRank, Room
+from tests.coordinator.fake_rank import EOS, MODEL_HASH, VOCAB, FakeRank
+from tests.coordinator.room import Room
 
 DEADLINE_S = 10.0
 FAST = Timings(
