@@ -6,11 +6,22 @@ BIN := $(VENV)/bin
 PROMPT ?=
 ARGS ?=
 
-.PHONY: demo up test sweep lint bench
+HERE := $(dir $(lastword $(MAKEFILE_LIST)))
+# As typed: neither make nor the shell looks for quotes and dollars in it.
+override export PROMPT := $(value PROMPT)
+
+TARGETS := demo up test sweep lint bench
+.PHONY: $(TARGETS)
+
+ifneq ($(HERE),./)
+# `make -f PATH/Makefile` from elsewhere.
+$(TARGETS):
+	@$(MAKE) --no-print-directory -C $(HERE) $@
+else
 
 # Starts a local cluster, answers one prompt (PROMPT="…"), stops the cluster.
 demo: $(VENV)/.installed-rank
-	$(BIN)/python -m cp_client.demo $(if $(PROMPT),"$(PROMPT)")
+	$(BIN)/python -m cp_client.demo "$$PROMPT"
 
 # Leaves the local cluster running in the foreground; ARGS="--port 50051 -tp 3" are flags of `kvloom up`.
 up: $(VENV)/.installed-rank
@@ -41,3 +52,5 @@ $(VENV)/.installed-%: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[$*]'
 	@touch $@
+
+endif

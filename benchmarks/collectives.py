@@ -16,13 +16,17 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import machine, parser, report
+from benchmarks.harness import integers, machine, parser, report
+from cp_client.guard import guarded
+from cp_client.interpreter import same_code_environment
+from cp_wire.flags import integer
 from rank_server.collectives.base import Group
 from rank_server.collectives.table import backends
 
 HOST = "127.0.0.1"
 BACKENDS = ("gloo", "shm")
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+SIZES = (4096, 65536, 1048576)
 OPEN_S = 60.0
 WARM_UP = 3
 
@@ -36,9 +40,10 @@ def open_groups(args: Namespace) -> Iterator[dict[str, Group]]:
     others: list[subprocess.Popen[bytes]] = []
     if index == "0":
         bootstraps = [table[name].prepare(name, ranks).decode() for name in BACKENDS]
-        same = ["--members", args.members, "--sizes", args.sizes, "--blocks", args.blocks, "--calls", args.calls]
+        sizes = ",".join(map(str, args.sizes))
+        same = ["--members", args.members, "--sizes", sizes, "--blocks", args.blocks, "--calls", args.calls]
         command = [sys.executable, "-m", "benchmarks.collectives", *map(str, same), "--join"]
-        others = [subprocess.Popen([*command, str(other), *bootstraps]) for other in ranks[1:]]
+        others = [subprocess.Popen([*command, str(other), *bootstraps], env=same_code_environment()) for other in ranks[1:]]
     groups = {
         name: table[name].open(name, ranks, int(index), bootstrap.encode(), OPEN_S)
         for name, bootstrap in zip(BACKENDS, bootstraps, strict=True)
@@ -86,16 +91,20 @@ def _percentile(values: Sequence[float], percent: int) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     flags = parser("collectives", "cost of a collective over TCP and in shared memory")
-    flags.add_argument("--members", type=int, default=2)
-    flags.add_argument("--sizes", default="4096,65536,1048576", help="bytes of a member's tensor, comma-separated")
-    flags.add_argument("--blocks", type=int, default=5, help="blocks of calls per backend")
-    flags.add_argument("--calls", type=int, default=40, help="calls in a block")
+    flags.add_argument("--members", type=integer(2), default=2, help="processes (default: 2)")
+    flags.add_argument(
+        "--sizes",
+        type=integers(4),
+        default=SIZES,
+        help="bytes of a member's tensor, comma-separated (default: 4096,65536,1048576)",
+    )
+    flags.add_argument("--blocks", type=integer(1), default=5, help="blocks of calls per backend (default: 5)")
+    flags.add_argument("--calls", type=integer(1), default=40, help="calls in a block (default: 40)")
     flags.add_argument("--join", nargs="+", default=["0"], metavar="…", help="what member 0 gives to the members it starts")
     args = flags.parse_args(argv)
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // args.members))
-    sizes = [int(text) for text in args.sizes.split(",")]
     with open_groups(args) as groups:
-        rows = [measure(groups, op, size, args.blocks, args.calls) for op in OPERATIONS for size in sizes]
+        rows = [measure(groups, op, size, args.blocks, args.calls) for op in OPERATIONS for size in args.sizes]
     if args.join[0] != "0":
         return 0
     document = {
@@ -117,4 +126,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

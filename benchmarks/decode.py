@@ -7,8 +7,10 @@ drift of the machine meets both alike. Overhead of a step = its wall time on the
 import sys
 from collections.abc import Sequence
 
-from benchmarks.harness import cluster, machine, parser, report, spread
+from benchmarks.harness import cluster, integers, machine, parser, report, spread
 from cp_client import Client
+from cp_client.guard import guarded
+from cp_wire.flags import integer
 
 DEFAULT_CONTEXTS = (512, 8000)
 
@@ -32,12 +34,16 @@ def measure(client: Client, context: int, new_tokens: int, salt: str) -> dict[st
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     flags = parser("decode", "cost of a decode step at several context lengths")
-    flags.add_argument("--contexts", default=",".join(map(str, DEFAULT_CONTEXTS)), help="tokens, comma-separated")
-    flags.add_argument("--new-tokens", type=int, default=64)
-    flags.add_argument("--runs", type=int, default=3)
-    flags.add_argument("--up", default="-pcp 2 -dcp 2 --max-num-batched-tokens 512", help="flags of `kvloom up`")
+    flags.add_argument(
+        "--contexts", type=integers(1), default=DEFAULT_CONTEXTS, help="tokens, comma-separated (default: 512,8000)"
+    )
+    flags.add_argument("--new-tokens", type=integer(3), default=64, help="tokens of a generation (default: 64)")
+    flags.add_argument("--runs", type=integer(1), default=3, help="generations per context (default: 3)")
+    flags.add_argument(
+        "--up", default="-pcp 2 -dcp 2 --max-num-batched-tokens 512", help="flags of `kvloom up` (default: %(default)s)"
+    )
     args = flags.parse_args(argv)
-    contexts = [int(text) for text in args.contexts.split(",")]
+    contexts = args.contexts
     results: dict[int, list[dict[str, float]]] = {context: [] for context in contexts}
     with cluster(*args.up.split()) as client:
         for context in contexts:
@@ -69,4 +75,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

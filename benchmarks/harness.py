@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,22 +15,31 @@ from statistics import median
 from typing import Any
 
 from cp_client import Client
+from cp_client.interpreter import same_code_environment
+from cp_wire.command_line import CommandParser
+from cp_wire.flags import integer
 
 STOP_S = 30.0
 
 
 def parser(name: str, what: str) -> ArgumentParser:
     """Flags that all benchmarks have."""
-    result = ArgumentParser(prog=f"kvloom bench {name}", description=what)
+    result = CommandParser(prog=f"kvloom bench {name}", description=what)
     result.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
     return result
+
+
+def integers(minimum: int) -> Callable[[str], list[int]]:
+    """Parser of comma-separated whole numbers that are at least `minimum`."""
+    one = integer(minimum)
+    return lambda text: [one(word) for word in text.split(",")]
 
 
 @contextmanager
 def cluster(*flags: str) -> Iterator[Client]:
     """`kvloom up` with these flags; its log goes to stderr. Stopped afterwards."""
     command = [sys.executable, "-m", "cp_client.cli", "up", *flags]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=same_code_environment()) as process:
         try:
             assert process.stdout is not None
             line = process.stdout.readline()

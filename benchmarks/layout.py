@@ -9,8 +9,10 @@ import sys
 from collections.abc import Callable, Sequence
 
 from benchmarks.harness import machine, parser, report, spread
+from cp_client.guard import guarded
 from cp_layout.capacity import blocks_by_member, roomiest_offset
 from cp_layout.interleave import Layout
+from cp_wire.flags import integer
 
 BLOCKS = 1024
 
@@ -31,8 +33,8 @@ def placed_tokens(layout: Layout, blocks: int, next_length: Callable[[], int]) -
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     flags = parser("layout", "KV capacity of N shards")
-    flags.add_argument("--block-size", type=int, default=16)
-    flags.add_argument("--seeds", type=int, default=20)
+    flags.add_argument("--block-size", type=integer(1), default=16, help="tokens per block (default: 16)")
+    flags.add_argument("--seeds", type=integer(1), default=20, help="repetitions (default: 20)")
     args = flags.parse_args(argv)
     size = args.block_size
     rows = []
@@ -60,4 +62,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(guarded(main))

@@ -10,6 +10,7 @@ from coordinator.settings import effective_config
 from coordinator.text import TextEdge
 from coordinator.timings import Timings
 from cp_wire import process
+from cp_wire.command_line import ProcessParser
 from cp_wire.flags import add_cluster_flags, cluster_config_from, integer
 from cp_wire.logs import configure_logging
 from model_files import ModelRefused, open_model
@@ -17,11 +18,15 @@ from model_files import ModelRefused, open_model
 
 def build_parser() -> argparse.ArgumentParser:
     """Flags of the coordinator process."""
-    parser = argparse.ArgumentParser(prog="python -m coordinator", description="The kvloom process that decides.")
+    parser = ProcessParser(prog="python -m coordinator", description="The kvloom process that decides.")
     parser.add_argument("--model", required=True, help="Hugging Face directory or GGUF file")
-    parser.add_argument("--port", type=integer(0, 65535), default=0)
-    parser.add_argument("--start-timeout", type=integer(1), default=600, metavar="S", help="seconds from listening to serving")
-    parser.add_argument("--drain-timeout", type=integer(0), default=5, metavar="S", help="seconds for requests at SIGTERM")
+    parser.add_argument("--port", type=integer(0, 65535), default=0, help="0 = the system chooses (default)")
+    parser.add_argument(
+        "--start-timeout", type=integer(1), default=600, metavar="S", help="seconds from listening to serving (default: 600)"
+    )
+    parser.add_argument(
+        "--drain-timeout", type=integer(0), default=5, metavar="S", help="seconds for requests at SIGTERM (default: 5)"
+    )
     parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input closes")
     add_cluster_flags(parser)
     return parser

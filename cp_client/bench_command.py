@@ -4,6 +4,8 @@ import subprocess
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace, _SubParsersAction
 
+from cp_client.interpreter import same_code_environment
+
 BENCHMARKS = ("collectives", "decode", "layout")
 
 
@@ -17,4 +19,4 @@ def add_bench_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
 
 def bench(args: Namespace) -> int:
     """The exit status of the benchmark."""
-    return subprocess.call([sys.executable, "-m", f"benchmarks.{args.name}", *args.words])
+    return subprocess.call([sys.executable, "-m", f"benchmarks.{args.name}", *args.words], env=same_code_environment())

@@ -8,7 +8,7 @@ from cp_client.shape_args import add_grid_arguments, add_layout_arguments, grid_
 from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
-from cp_layout.laws import check_heads, check_layout, check_q_replicate
+from cp_layout.laws import check_heads, check_layout
 
 
 def add_check_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
@@ -21,7 +21,6 @@ def add_check_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
     kv_heads = parser.add_mutually_exclusive_group()
     kv_heads.add_argument("--num-key-value-heads", type=integer, metavar="K", help="KV heads, when no MODEL is given")
     kv_heads.add_argument("--mla", action="store_true", help="latent attention: one latent head instead of KV heads")
-    parser.add_argument("--dcp-q-replicate", action="store_true", help="replicate Q projections over the DCP part inside TP")
     parser.set_defaults(func=check)
 
 
@@ -34,7 +33,6 @@ def check(args: Namespace) -> int:
         heads = _heads(args)
         if heads is not None:
             check_heads(grid, *heads, mla=args.mla)
-        check_q_replicate(grid, args.dcp_q_replicate)
     except (LayoutError, _Refused) as refusal:
         print(f"kvloom: {refusal}", file=sys.stderr)
         return REFUSED

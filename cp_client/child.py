@@ -1,13 +1,14 @@
 """One child process of the launcher: its output, its end."""
 
 import asyncio
-import os
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+
+from cp_client.interpreter import same_code_environment
 
 ANNOUNCEMENTS = ("listening", "ready")
 """Lines `WORD grpc=HOST:PORT` on a child's stdout that mean something to the launcher."""
@@ -28,7 +29,8 @@ class Child:
         self.announced = {word: loop.create_future() for word in ANNOUNCEMENTS}
         self.exited: asyncio.Future[int] = loop.create_future()
         self.fatal = ""
-        """What the child said on its `fatal: ` line. It is not printed like other lines: `why` hands it to who reports it."""
+        """What the child said on its `fatal: ` line, or what `condemn` said of it. It is not printed like other lines: `why`
+        hands it to who reports it."""
         self.told = False
         """Whether `why` was asked, or `tell` called."""
         self._process = subprocess.Popen(
@@ -72,6 +74,11 @@ class Child:
         """Sends a signal; nothing happens if the child has gone."""
         with suppress(ProcessLookupError):
             self._process.send_signal(number)
+
+    def condemn(self, why: str) -> None:
+        """SIGKILL; `why` is the reason of the end unless the child has given its own."""
+        self.fatal = self.fatal or why
+        self.send(signal.SIGKILL)
 
     def close_stdin(self) -> None:
         """Tells the child that its launcher is done."""
@@ -162,6 +169,11 @@ class _Lines(asyncio.Protocol):
 
 
 def child_environment(threads: int) -> dict[str, str]:
-    """The launcher's environment with the thread pools of numeric libraries bounded."""
+    """The launcher's environment and code, with the thread pools of numeric libraries bounded."""
     pools = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**os.environ, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(pools, str(threads))}
+    return {
+        **same_code_environment(),
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        **dict.fromkeys(pools, str(threads)),
+    }

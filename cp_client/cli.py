@@ -4,12 +4,12 @@ Each command's module is imported only when that command is asked for: `explain`
 without the model files.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from cp_client.exit_status import FAILED
+from cp_client.guard import guarded
+from cp_wire.command_line import CommandParser
 
 COMMANDS = {
     "up": ("cp_client.up_command", "add_up_parser", "start a cluster on this host"),
@@ -22,9 +22,9 @@ COMMANDS = {
 """Command → (module, function that adds its parser, summary). The parser sets `func(args) -> exit status`."""
 
 
-def build_parser(command: str | None) -> argparse.ArgumentParser:
+def build_parser(command: str | None) -> CommandParser:
     """The parser with the full flags of `command` alone; the others are listed only."""
-    parser = argparse.ArgumentParser(prog="kvloom", description="Long-context serving over interleaved KV shards.")
+    parser = CommandParser(prog="kvloom", description="Long-context serving over interleaved KV shards.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, function, summary) in COMMANDS.items():
         if name == command:
@@ -38,12 +38,12 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status: 0 done, 2 refused, 1 failed."""
     words = list(sys.argv[1:] if argv is None else argv)
+    return guarded(lambda: _run(words))
+
+
+def _run(words: list[str]) -> int:
     args = build_parser(words[0] if words else None).parse_args(words)
-    try:
-        status: int = args.func(args)
-    except KeyboardInterrupt:
-        print("kvloom: interrupted", file=sys.stderr)
-        return FAILED
+    status: int = args.func(args)
     return status
 
 

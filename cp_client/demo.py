@@ -3,55 +3,18 @@
 import sys
 from collections.abc import Sequence
 
-from cp_client.async_client import AsyncClient
-from cp_client.cli import build_parser
-from cp_client.default_model import ModelFetchError
-from cp_client.launcher import Cluster, ClusterFailed
-from cp_client.up_command import cluster_spec
-from cp_wire import process
-from cp_wire.errors import ConfigRefused, KvloomError
-from cp_wire.logs import configure_logging
-
-PROMPT = "Why is the sky blue? Answer in two sentences."
+from cp_client.guard import guarded
 
 
-async def answer(target: str, prompt: str) -> None:
-    """Prints the answer as it comes, then what it cost."""
-    async with AsyncClient(target) as client:
-        print(f"\n> {prompt}\n", flush=True)
-        async for event in client.generate(messages=[{"role": "user", "content": prompt}], max_tokens=64, temperature=0):
-            print(event.text, end="", flush=True)
-            if event.usage and event.route and event.timing:
-                print(
-                    f"\n\n{event.usage.completion_tokens} tokens from ranks {list(event.route.ranks)} with {event.route.cp} KV "
-                    f"shards: first after {event.timing.ttft_ms or 0:.0f} ms, then {event.timing.tpot_ms or 0:.0f} ms each",
-                    flush=True,
-                )
+def main(words: Sequence[str]) -> int:
+    """Returns the exit status; `words` are those of the prompt."""
+    return guarded(lambda: _run(words))
 
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit status."""
-    configure_logging("demo")
-    try:
-        cluster = Cluster(cluster_spec(build_parser("up").parse_args(["up"])))
-    except ModelFetchError as failure:
-        print(f"kvloom: {failure}", file=sys.stderr)
-        return process.FAILED
-    except ConfigRefused as refusal:
-        print(f"kvloom: {refusal}", file=sys.stderr)
-        return process.REFUSED
+def _run(words: Sequence[str]) -> int:
+    from cp_client.demonstration import demonstrate  # takes its time: Ctrl-C may come meanwhile
 
-    async def demo() -> int:
-        try:
-            await answer(await cluster.start(), " ".join(argv) or PROMPT)
-        except (ClusterFailed, KvloomError) as failure:
-            print(f"kvloom: {failure}", file=sys.stderr)
-            return process.FAILED
-        finally:
-            await cluster.stop()
-        return process.DONE
-
-    return process.run(demo, on_second_signal=cluster.kill)
+    return demonstrate(words)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,7 @@ def group_facts(args: Namespace) -> Facts:
 
 
 def _add_shards(parser: ArgumentParser) -> None:
-    parser.add_argument("--cp", type=integer, default=1, metavar="N", help="KV shards (default 1)")
+    parser.add_argument("--cp", type=integer, default=1, metavar="N", help="KV shards (default: 1)")
     add_layout_arguments(parser)
 
 
@@ -104,6 +104,9 @@ def _topic(
 
 
 def _answer(args: Namespace, topic: str, facts_of: Callable[[Namespace], Facts]) -> int:
+    if args.svg is not None and not args.svg.parent.is_dir():
+        print(f"kvloom: --svg is {args.svg}: {args.svg.parent} is not a directory", file=sys.stderr)
+        return REFUSED
     try:
         facts = facts_of(args)
     except LayoutError as refusal:
@@ -113,7 +116,8 @@ def _answer(args: Namespace, topic: str, facts_of: Callable[[Namespace], Facts])
         print(json.dumps(facts))
     if args.json and args.svg is None:
         return DONE
-    from cp_client.explain_tables import TABLES, print_table, write_svg
+    from cp_client.drawing import print_table, write_svg
+    from cp_client.explain_tables import TABLES
 
     table = TABLES[topic](facts)
     if not args.json:

@@ -1,12 +1,10 @@
 """The tables that `kvloom explain` draws from its own JSON; colour repeats what the text says, never more."""
 
-import io
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -74,27 +72,8 @@ TABLES: dict[str, Callable[[dict[str, Any]], Group]] = {
 """Drawing of each topic, from the facts that its JSON carries."""
 
 
-def print_table(table: Group) -> None:
-    """Print to stdout: coloured in a terminal, plain and never narrower than the table elsewhere."""
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=_width(table))
-    console.print(table)
-
-
-def write_svg(table: Group, path: Path) -> None:
-    """Write the table as an SVG picture as wide as it needs to be; raises `OSError`."""
-    console = Console(record=True, file=io.StringIO(), width=_width(table), force_terminal=True, color_system="truecolor")
-    console.print(table)
-    path.write_text(console.export_svg(title="kvloom explain"), encoding="utf-8")
-
-
 def _table() -> Table:
     return Table(box=box.SIMPLE_HEAD, pad_edge=False)
-
-
-def _width(table: Group) -> int:
-    return Console(width=1_000_000, file=io.StringIO()).measure(table).maximum
 
 
 def _style(index: int) -> str:

@@ -9,6 +9,7 @@ from cp_client.client import Client, Stream
 from cp_client.events import Choice, Completion, Logprobs, join
 from cp_client.exit_status import DONE, FAILED, REFUSED
 from cp_client.request import GENERATE_TIMEOUT_S, Options
+from cp_client.server_args import add_server_arguments, sentence
 from cp_wire.errors import InvalidRequest, KvloomError, MessageTooLarge, Unknown
 
 _REFUSALS = (InvalidRequest, Unknown, MessageTooLarge)
@@ -17,32 +18,39 @@ _REFUSALS = (InvalidRequest, Unknown, MessageTooLarge)
 def add_generate_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
     """Adds `generate --target HOST:PORT … PROMPT`; sets `func(args) -> exit status`."""
     parser = subparsers.add_parser("generate", help="answer one prompt", allow_abbrev=False)
-    parser.add_argument("--target", required=True, metavar="HOST:PORT")
+    add_server_arguments(parser, GENERATE_TIMEOUT_S)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("prompt", nargs="?", metavar="PROMPT")
     source.add_argument("--token-ids", type=_ids, metavar="1,2,3")
     source.add_argument("--file", type=Path, metavar="PATH", help="read the prompt from a file")
     parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template, as the user")
-    parser.add_argument("--max-tokens", type=int, metavar="N")
-    parser.add_argument("--min-tokens", type=int, metavar="N")
-    parser.add_argument("--temperature", type=float, metavar="T", help="0 = greedy")
-    parser.add_argument("--top-p", type=float, metavar="P")
-    parser.add_argument("--top-k", type=int, metavar="K")
-    parser.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")
-    parser.add_argument("--seed", type=int, metavar="S")
-    parser.add_argument("--repetition-penalty", type=float, metavar="R", help="over prompt and output; 1 = off")
-    parser.add_argument("--presence-penalty", type=float, metavar="A", help="over the output; 0 = off")
-    parser.add_argument("--frequency-penalty", type=float, metavar="A", help="over the output, per occurrence; 0 = off")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="tokens to generate at most (default: 256, or what the model leaves)"
+    )
+    parser.add_argument("--min-tokens", type=int, metavar="N", help="tokens before the answer may end (default: 0)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 = greedy (default: 1)")
+    parser.add_argument(
+        "--top-p", type=float, metavar="P", help="draw from the likeliest tokens of this total probability (default: 1)"
+    )
+    parser.add_argument("--top-k", type=int, metavar="K", help="draw from the K likeliest tokens (default: 0, off)")
+    parser.add_argument(
+        "--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest (default: 0, off)"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="from 0 to 2^64 - 1 (default: drawn by the server)")
+    parser.add_argument("--repetition-penalty", type=float, metavar="R", help="over prompt and output (default: 1, off)")
+    parser.add_argument("--presence-penalty", type=float, metavar="A", help="over the output (default: 0, off)")
+    parser.add_argument(
+        "--frequency-penalty", type=float, metavar="A", help="over the output, per occurrence (default: 0, off)"
+    )
     parser.add_argument(
         "--logit-bias", type=_bias, action="append", metavar="ID=BIAS", help="add to the logit of a token id; may be repeated"
     )
-    parser.add_argument("-n", type=int, metavar="N", help="completions of the prompt; more than one needs --json")
+    parser.add_argument("-n", type=int, metavar="N", help="completions of the prompt; more than one needs --json (default: 1)")
     parser.add_argument("--logprobs", action="store_true", help="report log-probabilities of the output; needs --json")
     parser.add_argument("--top-logprobs", type=int, metavar="K", help="the same with K alternatives; needs --json")
     parser.add_argument("--prompt-logprobs", type=int, metavar="K", help="score the prompt, with K alternatives; needs --json")
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    parser.add_argument("--ignore-eos", action="store_true")
-    parser.add_argument("--timeout", type=float, default=GENERATE_TIMEOUT_S, metavar="SECONDS")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end-of-sequence token")
     parser.add_argument("--json", action="store_true", help="print the result as one JSON document")
     parser.set_defaults(func=generate)
 
@@ -53,11 +61,11 @@ def generate(args: Namespace) -> int:
         prompt, options = _request_of(args)
         with Client(args.target) as client, client.generate(prompt, timeout=args.timeout, **options) as stream:
             if args.json:
-                print(json.dumps(result_of(join(list(stream), stream.seed)), ensure_ascii=False))
+                print(json.dumps(result_of(join(list(stream), stream.seed))))
             else:
                 _print_text(stream)
     except KvloomError as error:
-        print(f"kvloom: {error.message}", file=sys.stderr)
+        print(f"kvloom: {_of_empty_prompt(error, args) or sentence(error, args)}", file=sys.stderr)
         return REFUSED if isinstance(error, _REFUSALS) else FAILED
     return DONE
 
@@ -148,6 +156,15 @@ def _refuse_what_text_cannot_show(args: Namespace) -> None:
     for flag, is_asked in asked.items():
         if is_asked and not args.json:
             raise InvalidRequest(flag, "given without --json", "plain text has no place for its answer")
+
+
+def _of_empty_prompt(error: KvloomError, args: Namespace) -> str | None:
+    """The refusal of a prompt without tokens, by the name of the argument that has none."""
+    if not isinstance(error, InvalidRequest) or error.field != "prompt" or (args.prompt or args.token_ids):
+        return None
+    if args.file is None:
+        return f"PROMPT is empty: {error.limit}"
+    return None if args.file.stat().st_size else f"--file {args.file} is empty: {error.limit}"
 
 
 def _read(path: Path) -> str:

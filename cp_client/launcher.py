@@ -18,6 +18,8 @@ log = get_logger("launcher")
 
 WATCH_TIMEOUT_S = 3600.0
 WATCH_RETRY_S = 0.5
+STATUS_TIMEOUT_S = 5.0
+REGISTER_S = 60.0
 MAX_BACKOFF_S = 10.0
 
 
@@ -35,6 +37,8 @@ class ClusterSpec:
     """Pause before the first restart; doubles each time."""
     listen_timeout_s: float = 120.0
     """How long the coordinator may take until it listens."""
+    register_s: float = REGISTER_S
+    """How long a rank may take from its start until the coordinator knows it."""
     blame_s: float = 2.0
     """After a child has gone without a word during start: how long to wait for what the coordinator says."""
     drain_s: float = 10.0
@@ -70,13 +74,15 @@ class Cluster:
         self._address = local_address(await self._announced("listening", self._spec.listen_timeout_s))
         for rank in range(self._spec.num_ranks):
             self._start_rank(rank)
-        loading = asyncio.ensure_future(follow_loading(self._address))
+        following = [asyncio.ensure_future(self._expect(child)) for child in self._ranks.values()]
+        following.append(asyncio.ensure_future(follow_loading(self._address)))
         try:
-            # The coordinator bounds the rest of the start itself and names the ranks that never came.
+            # The coordinator bounds the rest of the start itself.
             return await self._announced("ready", None)
         finally:
-            loading.cancel()
-            await asyncio.gather(loading, return_exceptions=True)
+            for task in following:
+                task.cancel()
+            await asyncio.gather(*following, return_exceptions=True)
 
     async def supervise(self) -> None:
         """Restarts ranks and kills fenced ones until that is no longer possible: ends with `ClusterFailed`."""
@@ -145,6 +151,7 @@ class Cluster:
         assert self._coordinator is not None
         for attempt in range(self._spec.max_restarts + 1):
             child = self._ranks[rank]
+            await self._expect(child)
             await child.wait()
             child.close_stdin()
             if attempt == self._spec.max_restarts:
@@ -155,6 +162,25 @@ class Cluster:
             if not self._coordinator.alive:
                 return
             self._start_rank(rank)
+
+    async def _expect(self, child: Child) -> None:
+        """Kills a rank that the coordinator does not know in time: until then nobody else sees that it is frozen."""
+        await asyncio.wait([child.exited], timeout=self._spec.register_s)
+        if not child.alive:
+            return
+        async with open_channel(self._address, "prompt") as channel:
+            control = coordinator_pb2_grpc.ControlServiceStub(channel)
+            while child.alive:
+                try:
+                    status = await control.GetStatus(coordinator_pb2.GetStatusRequest(), timeout=STATUS_TIMEOUT_S)
+                except RpcError as error:
+                    # A coordinator that does not answer is no proof against the rank.
+                    log.debug("no status", why=from_rpc_error(error).message)
+                    await asyncio.sleep(WATCH_RETRY_S)
+                    continue
+                if child.pid not in (entry.pid for entry in status.ranks):
+                    child.condemn(f"it did not register within {self._spec.register_s:g} s")
+                return
 
     async def _kill_fenced(self) -> None:
         """Kills ranks that the coordinator has given up: a frozen one holds sockets that its peers wait for."""

@@ -1,7 +1,10 @@
 """From keyword arguments to the request on the wire; the same for both clients."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypedDict, Unpack
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TypedDict, Unpack, cast
+
+from google.protobuf.descriptor import FieldDescriptor
 
 from cp_wire.channels import MAX_MESSAGE_BYTES, MIB
 from cp_wire.errors import InvalidRequest
@@ -50,13 +53,15 @@ class Options(TypedDict, total=False):
     """Requests share cached prefixes only within one salt."""
 
 
-_NUMBERS = (
+_SCALARS = (
     "max_tokens",
     "temperature",
     "top_p",
     "top_k",
     "seed",
+    "ignore_eos",
     "min_tokens",
+    "logprobs",
     "top_logprobs",
     "prompt_logprobs",
     "min_p",
@@ -64,27 +69,40 @@ _NUMBERS = (
     "presence_penalty",
     "frequency_penalty",
     "n",
+    "model",
+    "request_id",
+    "cache_salt",
 )
-_STRINGS = ("model", "request_id", "cache_salt")
+_MAX_TOKEN_ID = 2**32 - 1
+_WIRE_LIMITS = {
+    FieldDescriptor.CPPTYPE_INT64: "must be a whole number from -2^63 to 2^63 - 1",
+    FieldDescriptor.CPPTYPE_UINT64: "must be a whole number from 0 to 2^64 - 1",
+    FieldDescriptor.CPPTYPE_DOUBLE: "must be a number",
+    FieldDescriptor.CPPTYPE_BOOL: "must be True or False",
+    FieldDescriptor.CPPTYPE_STRING: "must be text of valid Unicode",
+}
+"""What a field can carry, by its type on the wire."""
 
 
 def generate_request(prompt: str | None, **options: Unpack[Options]) -> coordinator_pb2.GenerateRequest:
     """The message for exactly one of `prompt`, `token_ids`, `messages`.
 
-    Refuses with `InvalidRequest` only what cannot be put on the wire; the server judges the rest.
+    Refuses with `InvalidRequest` only what cannot be put on the wire; the server judges the rest. `TypeError` for a keyword
+    that is not one of `Options`.
     """
-    request = coordinator_pb2.GenerateRequest(
-        ignore_eos=options.get("ignore_eos", False), logprobs=options.get("logprobs", False)
-    )
+    unknown = sorted(set(options) - set(Options.__annotations__))
+    if unknown:
+        raise TypeError(f"unknown keyword {', '.join(unknown)}: the keywords are {', '.join(Options.__annotations__)}")
+    request = coordinator_pb2.GenerateRequest()
     _set_prompt(request, prompt, options.get("token_ids"), options.get("messages"))
-    for name in (*_NUMBERS, *_STRINGS):
+    for name in _SCALARS:
         value = options.get(name)
         if value is not None:
             _assign(request, name, value)
-    stop = options.get("stop") or ()
+    stop = options.get("stop")
     _extend(request, "stop", [stop] if isinstance(stop, str) else stop)
-    _extend(request, "stop_token_ids", options.get("stop_token_ids") or ())
-    _set_bias(request, options.get("logit_bias") or {})
+    _extend(request, "stop_token_ids", options.get("stop_token_ids"))
+    _set_bias(request, options.get("logit_bias"))
     limit = MAX_MESSAGE_BYTES["prompt"]
     if request.ByteSize() > limit:
         raise InvalidRequest("request", f"{request.ByteSize()} bytes", f"must be at most {limit // MIB} MiB")
@@ -104,41 +122,63 @@ def _set_prompt(
         _assign(request, "text", prompt, shown="prompt")
     elif token_ids is not None:
         request.tokens.SetInParent()
+        ids = _items("token_ids", token_ids, "must be a sequence of whole numbers")
         try:
-            request.tokens.ids.extend(token_ids)
+            request.tokens.ids.extend(cast(list[int], ids))
         except (ValueError, TypeError):
-            bad = next(token for token in token_ids if not isinstance(token, int) or not 0 <= token < 2**32)
-            raise InvalidRequest("token_ids", bad, "must be whole numbers from 0 to vocabulary size - 1") from None
+            bad = next((token for token in ids if not _is_token_id(token)), ids)
+            limit = f"must be whole numbers from 0 to vocabulary size - 1, which is at most {_MAX_TOKEN_ID}"
+            raise InvalidRequest("token_ids", bad, limit) from None
     else:
         request.chat.SetInParent()
-        for message in messages or ():
+        limit = "must be a sequence of messages, each with the strings role and content"
+        for message in _items("messages", messages, limit):
             try:
-                request.chat.messages.add(role=message["role"], content=message["content"])
+                request.chat.messages.add(role=message["role"], content=message["content"])  # type: ignore[index]
             except (KeyError, TypeError, ValueError):
-                raise InvalidRequest("messages", message, "each needs the strings role and content") from None
+                raise InvalidRequest("messages", message, limit) from None
 
 
-def _set_bias(request: coordinator_pb2.GenerateRequest, logit_bias: Mapping[int, float]) -> None:
-    for token, bias in logit_bias.items():
+def _set_bias(request: coordinator_pb2.GenerateRequest, logit_bias: Mapping[int, float] | None) -> None:
+    limit = "must map token ids, which are whole numbers, to numbers"
+    if not isinstance(logit_bias, Mapping | None):
+        raise InvalidRequest("logit_bias", logit_bias, limit)
+    for token, bias in (logit_bias or {}).items():
         try:
             request.logit_bias[token] = bias
-        except (ValueError, TypeError) as error:
-            raise InvalidRequest("logit_bias", f"{token}: {bias}", _why(error)) from None
+        except (ValueError, TypeError):
+            raise InvalidRequest("logit_bias", f"{token}: {bias}", limit) from None
 
 
 def _assign(request: coordinator_pb2.GenerateRequest, name: str, value: object, *, shown: str | None = None) -> None:
+    field = request.DESCRIPTOR.fields_by_name[name]
     try:
+        if field.cpp_type == FieldDescriptor.CPPTYPE_BOOL and not isinstance(value, bool):
+            raise TypeError
         setattr(request, name, value)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(shown or name, value, _why(error)) from None
+    except (ValueError, TypeError):
+        raise InvalidRequest(shown or name, value, _WIRE_LIMITS[field.cpp_type]) from None
 
 
-def _extend(request: coordinator_pb2.GenerateRequest, name: str, values: Sequence[object]) -> None:
+def _extend(request: coordinator_pb2.GenerateRequest, name: str, values: object) -> None:
+    if values is None:
+        return
+    limit = f"each {_WIRE_LIMITS[request.DESCRIPTOR.fields_by_name[name].cpp_type]}"
+    items = _items(name, values, f"must be a sequence, {limit}")
     try:
-        getattr(request, name).extend(values)
-    except (ValueError, TypeError) as error:
-        raise InvalidRequest(name, values, _why(error)) from None
+        getattr(request, name).extend(items)
+    except (ValueError, TypeError):
+        raise InvalidRequest(name, values, limit) from None
 
 
-def _why(error: Exception) -> str:
-    return "is out of range" if "out of range" in str(error) else "is of the wrong type or not valid text"
+def _items(field: str, values: object, limit: str) -> list[object]:
+    if not isinstance(values, Iterable):
+        raise InvalidRequest(field, values, limit)
+    return list(values)
+
+
+def _is_token_id(value: object) -> bool:
+    try:
+        return 0 <= operator.index(value) <= _MAX_TOKEN_ID  # type: ignore[arg-type]
+    except TypeError:
+        return False

@@ -41,13 +41,20 @@ def add_grid_arguments(parser: ArgumentParser) -> None:
         ("dp", "data-parallel-size", "independent sets of replicas"),
     ):
         parser.add_argument(
-            f"--{short}", f"-{short}", f"--{name}", dest=short, type=integer, default=1, metavar="N", help=meaning
+            f"--{short}",
+            f"-{short}",
+            f"--{name}",
+            dest=short,
+            type=integer,
+            default=1,
+            metavar="N",
+            help=f"{meaning} (default: 1)",
         )
 
 
 def add_layout_arguments(parser: ArgumentParser) -> None:
     """`--block-size` (16) and `--interleave` alias `--cp-kv-cache-interleave-size` (the block size)."""
-    parser.add_argument("--block-size", type=integer, default=16, metavar="B", help="token slots of one block (default 16)")
+    parser.add_argument("--block-size", type=integer, default=16, metavar="B", help="token slots of one block (default: 16)")
     parser.add_argument(
         "--interleave",
         "--cp-kv-cache-interleave-size",

@@ -9,14 +9,14 @@ from cp_client.client import Client
 from cp_client.exit_status import DONE, FAILED
 from cp_client.plain import plain
 from cp_client.request import UNARY_TIMEOUT_S
+from cp_client.server_args import add_server_arguments, sentence
 from cp_wire.errors import KvloomError
 
 
 def add_status_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
     """Adds `status --target HOST:PORT [--json]`; sets `func(args) -> exit status`."""
     parser = subparsers.add_parser("status", help="ranks, groups and queues of a cluster", allow_abbrev=False)
-    parser.add_argument("--target", required=True, metavar="HOST:PORT")
-    parser.add_argument("--timeout", type=float, default=UNARY_TIMEOUT_S, metavar="SECONDS")
+    add_server_arguments(parser, UNARY_TIMEOUT_S)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.set_defaults(func=status)
 
@@ -27,7 +27,7 @@ def status(args: Namespace) -> int:
         with Client(args.target) as client:
             facts = plain(client.status(timeout=args.timeout))
     except KvloomError as error:
-        print(f"kvloom: {error.message}", file=sys.stderr)
+        print(f"kvloom: {sentence(error, args)}", file=sys.stderr)
         return FAILED
     if args.json:
         print(json.dumps(facts))
@@ -37,8 +37,11 @@ def status(args: Namespace) -> int:
 
 
 def _draw(facts: dict[str, Any]) -> None:
-    from rich.console import Console
+    from rich.console import Group
     from rich.table import Table
+    from rich.text import Text
+
+    from cp_client.drawing import print_table
 
     config = facts["config"]
     table = Table("rank", "role", "state", "KV blocks free / total", "last progress", "pid", "address")
@@ -46,9 +49,8 @@ def _draw(facts: dict[str, Any]) -> None:
         state = f"{rank['state']} ({rank['fenced_reason']})" if rank["fenced_reason"] else rank["state"]
         blocks = f"{rank['kv_blocks_free']} / {rank['kv_blocks_total']}"
         progress = f"{rank['last_progress_ms']} ms"
-        table.add_row(str(rank["rank"]), rank["role"], state, blocks, progress, str(rank["pid"]), rank["address"])
-    console = Console()
+        cells = (str(rank["rank"]), rank["role"], state, blocks, progress, str(rank["pid"]), rank["address"])
+        table.add_row(*map(Text, cells))
     sizes = ", ".join(f"{name} {config[name]}" for name in ("tp", "pcp", "dcp", "dp"))
     load = f"{facts['running']} running, {facts['waiting']} waiting"
-    console.print(f"{config['model_name']} {facts['state']}: {sizes}; {load}")
-    console.print(table)
+    print_table(Group(Text(f"{config['model_name']} {facts['state']}: {sizes}; {load}"), table))

@@ -2,12 +2,12 @@
 
 import os
 import sys
-from argparse import ArgumentParser, Namespace, _SubParsersAction
+from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
 from pathlib import Path
 
 from cp_client.default_model import ModelFetchError, default_model_path
 from cp_client.exit_status import DONE, FAILED, REFUSED
-from cp_client.launcher import Cluster, ClusterFailed, ClusterSpec, run_cluster
+from cp_client.launcher import REGISTER_S, Cluster, ClusterFailed, ClusterSpec, run_cluster
 from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_wire import process
@@ -22,6 +22,9 @@ from model_files import ModelRefused, open_model
 DEFAULT_SIZES = {"pcp": 2, "dcp": 2}
 """Shape of a cluster for the bundled model when no size is given."""
 
+CPU_S_TO_REGISTER = 10.0
+"""Time of one CPU that a rank may need from its start until it registers; most of it goes into imports."""
+
 MAX_RANKS = 1024
 """Processes that one host is asked to start."""
 
@@ -34,8 +37,17 @@ def add_up_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
     )
     add_cluster_flags(parser)
     parser.add_argument("--port", type=integer(0, 65535), default=0, help="0 = the system chooses (default)")
+    parser.add_argument(
+        "--http-port", type=_no_gateway, metavar="0", help="0 = no HTTP gateway (default); this version has none"
+    )
     # Absent and 1 must be told apart: the bundled model has a default shape of its own.
     parser.set_defaults(func=up, **dict.fromkeys(SIZES))
+
+
+def _no_gateway(text: str) -> int:
+    if text != "0":
+        raise ArgumentTypeError(f"{text!r} asks for an HTTP gateway, there is no HTTP gateway in this version: leave it at 0")
+    return 0
 
 
 def up(args: Namespace) -> int:
@@ -98,4 +110,5 @@ def cluster_spec(args: Namespace) -> ClusterSpec:
         rank=(sys.executable, "-m", "rank_server", *common, *rank_flags, "--ranks-on-host", str(grid.world_size)),
         num_ranks=grid.world_size,
         threads_per_rank=threads,
+        register_s=max(REGISTER_S, CPU_S_TO_REGISTER * grid.world_size / len(os.sched_getaffinity(0))),
     )

@@ -58,18 +58,18 @@ def byte_count(text: str) -> int:
 
 
 SIZES = {
-    "tp": "--tensor-parallel-size",
-    "pcp": "--prefill-context-parallel-size",
-    "dcp": "--decode-context-parallel-size",
-    "dp": "--data-parallel-size",
+    "tp": ("--tensor-parallel-size", "ranks that together hold one copy of the weights (default: 1)"),
+    "pcp": ("--prefill-context-parallel-size", "replicas of the weights (default: 1; kvloom up without MODEL: 2)"),
+    "dcp": ("--decode-context-parallel-size", "KV shards, on ranks of PCP and TP (default: 1; kvloom up without MODEL: 2)"),
+    "dp": ("--data-parallel-size", "independent sets of ranks (default: 1)"),
 }
-"""Parallel sizes: short name (-tp and --tp) and long name."""
+"""Parallel sizes: short name (-tp and --tp), long name and meaning."""
 
 
 def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     """All flags that describe a cluster; `cluster_config_from` reads them, `cluster_argv` writes them again."""
-    for short, long in SIZES.items():
-        parser.add_argument(f"-{short}", long, f"--{short}", dest=short, type=integer(1), default=1, metavar="N")
+    for short, (long, meaning) in SIZES.items():
+        parser.add_argument(f"-{short}", long, f"--{short}", dest=short, type=integer(1), default=1, metavar="N", help=meaning)
     parser.add_argument(
         "--cp-kv-cache-interleave-size",
         dest="interleave",
@@ -79,8 +79,20 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--block-size", type=integer(1), default=16, metavar="B", help="tokens per KV block (default: 16)")
     pool = parser.add_mutually_exclusive_group()
-    pool.add_argument("--kv-cache-tokens-per-rank", type=integer(1, _UINT64_MAX), default=0, metavar="N")
-    pool.add_argument("--kv-cache-memory-bytes", type=byte_count, default=0, metavar="X", help="KV pool of a rank, e.g. 2GiB")
+    pool.add_argument(
+        "--kv-cache-tokens-per-rank",
+        type=integer(1, _UINT64_MAX),
+        default=0,
+        metavar="N",
+        help="KV pool of a rank (default: what 1 GiB or a quarter of its share of free memory holds)",
+    )
+    pool.add_argument(
+        "--kv-cache-memory-bytes",
+        type=byte_count,
+        default=0,
+        metavar="X",
+        help="KV pool of a rank, e.g. 2GiB",
+    )
     parser.add_argument("--kv-cache-dtype", choices=DTYPES, default="auto", help="default: the model's dtype")
     parser.add_argument("--max-model-len", type=integer(1), default=0, metavar="L", help="default: what the model allows")
     parser.add_argument(
@@ -102,10 +114,12 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         help="how ranks exchange tensors: gloo over TCP, shm through the memory of one host (default: gloo; kvloom up: shm)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the checkpoint's (bfloat16 for GGUF)")
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: auto")
     parser.add_argument("--threads-per-rank", type=integer(1), default=0, metavar="T", help="default: CPUs ÷ ranks on the host")
     parser.add_argument(
-        "--seed", type=integer(0, _UINT64_MAX), help="makes the seeds drawn for requests without one repeatable"
+        "--seed",
+        type=integer(0, _UINT64_MAX),
+        help="makes the seeds drawn for requests without one repeatable (default: drawn)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
 

@@ -33,7 +33,7 @@ def heads(queries: int, keys: int) -> tuple[str, ...]:
         (("-pcp", "3", "-dcp", "3", "--block-size", "3", *heads(8, 8)), "interleave 3, virtual block 9, 8 Q heads, 8 KV heads"),
         (("-pcp", "2", "-dcp", "2", "--cp-kv-cache-interleave-size", "4"), "block size 16, interleave 4, virtual block 32"),
         (("-tp", "8", "-pcp", "2", "-dcp", "16", "--mla", "--num-attention-heads", "16"), "16 Q heads, latent attention"),
-        (("-tp", "8", "-dcp", "8", "--mla", "--dcp-q-replicate"), "latent attention"),
+        (("-tp", "8", "-dcp", "8", "--mla"), "latent attention"),
     ],
 )
 def test_accepted_configurations(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], summary: str) -> None:
@@ -62,7 +62,6 @@ def test_accepted_configurations(capsys: pytest.CaptureFixture[str], argv: tuple
             "interleave size 3 must divide block size 16",
         ),
         (("--block-size", "0"), "block size must be at least 1, got 0"),
-        (("--pcp", "2", "--dcp", "2", "--dcp-q-replicate"), "d = 1: dcp 2, pcp 2"),
         (("--num-attention-heads", "8"), "give both or neither"),
         (("--num-key-value-heads", "8"), "give both or neither"),
         (("model-dir", *heads(8, 2)), "give either MODEL or head counts (or --mla), not both"),
@@ -76,6 +75,12 @@ def test_j2_refused_configurations_name_the_law(
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith("kvloom: ") and message in err and err.count("\n") == 1
+
+
+def test_it_approves_of_nothing_that_cannot_be_started(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        check("-tp", "8", "-dcp", "8", "--mla", "--dcp-q-replicate")
+    assert "unrecognized arguments: --dcp-q-replicate" in capsys.readouterr().err
 
 
 def test_kv_heads_and_latent_attention_exclude_one_another(capsys: pytest.CaptureFixture[str]) -> None:

