@@ -6,6 +6,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Awaitable, Callable
+from typing import NoReturn
 
 import uvloop
 
@@ -35,6 +36,13 @@ def run(
         return uvloop.run(_until_signal(main, on_second_signal))
     except Exception as error:
         return report(error, refusals)
+
+
+def leave(status: int) -> NoReturn:
+    """Ends the process at once, with all output written but without the interpreter's own clean-up."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def report(error: Exception, refusals: tuple[type[Exception], ...] = ()) -> int:
@@ -71,11 +79,11 @@ async def _until_signal(main: Callable[[], Awaitable[int]], on_second_signal: Ca
         return DONE
 
 
-def watch_stdin_eof(callback: Callable[[], None] | None = None) -> None:
-    """Calls `callback` once when stdin ends, i.e. when the launcher that holds its other end has gone in any way.
+def watch_stdin_eof() -> None:
+    """Does what SIGTERM does when stdin ends, i.e. when the launcher that holds its other end has gone in any way.
 
-    The default is what SIGTERM does. Only for a process that was told that stdin is such a pipe (`--exit-with-stdin`):
-    a terminal or /dev/null says nothing about the parent. Call it on the event loop.
+    Only for a process that was told that stdin is such a pipe (`--exit-with-stdin`): a terminal or /dev/null says nothing
+    about the parent. Call it on the event loop.
     """
     loop = asyncio.get_running_loop()
     fd = sys.stdin.fileno()
@@ -83,9 +91,6 @@ def watch_stdin_eof(callback: Callable[[], None] | None = None) -> None:
     def on_readable() -> None:
         if not os.read(fd, 4096):
             loop.remove_reader(fd)
-            if callback is None:
-                signal.raise_signal(signal.SIGTERM)
-            else:
-                callback()
+            signal.raise_signal(signal.SIGTERM)
 
     loop.add_reader(fd, on_readable)

@@ -3,12 +3,12 @@
 import argparse
 import asyncio
 import os
-import sys
 from collections.abc import Sequence
 
 import torch
 
 from cp_wire import channels, errors, process
+from cp_wire.command_line import ProcessParser
 from cp_wire.effective import check_device
 from cp_wire.flags import DEVICES, integer, threads_per_rank
 from cp_wire.host import host_identity, is_wildcard
@@ -29,17 +29,19 @@ STOP_GRACE_S = 1.0
 
 def build_parser() -> argparse.ArgumentParser:
     """Flags of a rank process."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rank_server", description="One kvloom rank: a KV shard and a slice of the model."
-    )
+    parser = ProcessParser(prog="python -m rank_server", description="One kvloom rank: a KV shard and a slice of the model.")
     parser.add_argument("--rank", type=integer(0), required=True, help="global rank index")
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
     parser.add_argument("--model", required=True, help="Hugging Face directory or GGUF file")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on and to reach the other ranks from")
-    parser.add_argument("--port", type=integer(0, 65535), default=0)
-    parser.add_argument("--device", choices=DEVICES, default="auto")
+    parser.add_argument(
+        "--host", default="127.0.0.1", help="address to listen on and to reach the other ranks from (default: 127.0.0.1)"
+    )
+    parser.add_argument("--port", type=integer(0, 65535), default=0, help="0 = the system chooses (default)")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: auto")
     parser.add_argument("--threads-per-rank", type=integer(1), default=0, help="default: CPUs ÷ ranks on the host")
-    parser.add_argument("--ranks-on-host", type=integer(1), default=1, help="ranks that share this host's memory and CPUs")
+    parser.add_argument(
+        "--ranks-on-host", type=integer(1), default=1, help="ranks that share this host's memory and CPUs (default: 1)"
+    )
     parser.add_argument("--exit-with-stdin", action="store_true", help="exit when standard input closes")
     return parser
 
@@ -59,7 +61,7 @@ async def serve(args: argparse.Namespace) -> int:
     server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, servicer, "kvloom.v1.RankService")
     address = await server.start()
     if args.exit_with_stdin:
-        process.watch_stdin_eof(servicer.lane_closed.set)
+        process.watch_stdin_eof()
     worker.start()
     try:
         await _register(args, address, instance, model_files.hash)
@@ -68,12 +70,12 @@ async def serve(args: argparse.Namespace) -> int:
         await servicer.lane_closed.wait()
         return 0
     finally:
-        executor.close_groups()
+        # The lane goes first, so that the coordinator gives this process nothing more to do and has the seat filled again.
+        servicer.end_lane()
         await server.stop(STOP_GRACE_S)
-        if not await asyncio.to_thread(worker.stop, STOP_GRACE_S):
-            # The worker may sit in a collective that nothing can interrupt; the process must go all the same.
-            sys.stderr.flush()
-            os._exit(0 if servicer.lane_closed.is_set() else 1)
+        executor.close_groups()
+        # The worker may sit in a collective that nothing can interrupt; the process goes all the same.
+        await asyncio.to_thread(worker.stop, STOP_GRACE_S)
 
 
 async def _register(args: argparse.Namespace, address: str, instance: str, model_hash: str) -> None:
@@ -109,4 +111,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    # What the interpreter takes apart at its end, torch above all, may take longer than the launcher waits.
+    process.leave(main())

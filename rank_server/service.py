@@ -42,7 +42,10 @@ def command_error(error: BaseException) -> rank_pb2.CommandError:
 
 
 class RankServicer(rank_pb2_grpc.RankServiceServicer):
-    """One lane over the life of the process: when it closes, `lane_closed` is set and the process is to exit."""
+    """One lane over the life of the process: when it closes, `lane_closed` is set and the process is to exit.
+
+    `end_lane` is for a process that exits for another reason.
+    """
 
     def __init__(self, executor: Executor, worker: Worker, rank: int, instance: str) -> None:
         self._executor = executor
@@ -50,17 +53,20 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         self._rank = rank
         self._instance = instance
         self._epoch = 0
-        self._lane_taken = False
+        self._lane: asyncio.Task[Any] | None = None
+        self._stopping = False
         self.lane_opened = asyncio.Event()
         self.lane_closed = asyncio.Event()
 
     async def Execute(
         self, request_iterator: AsyncIterator[rank_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[rank_pb2.ExecuteResponse]:
+    ) -> None:
         """Commands in, results out, one at a time, in order."""
-        if self._lane_taken:
+        if self._stopping:
+            await errors.abort(context, errors.Unavailable(f"rank {self._rank} is stopping"))
+        if self._lane is not None:
             await errors.abort(context, errors.ConfigRefused(f"rank {self._rank} already has a lane"))
-        self._lane_taken = True
+        self._lane = asyncio.current_task()
         self.lane_opened.set()
         try:
             sequence = 0
@@ -70,9 +76,18 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                     await errors.abort(
                         context, errors.ConfigRefused(f"rank {self._rank} expected command {sequence}, got {request.sequence}")
                     )
-                yield await self._answer(request)
+                await context.write(await self._answer(request))
+        except asyncio.CancelledError:
+            if not self._stopping:
+                raise
         finally:
             self.lane_closed.set()
+
+    def end_lane(self) -> None:
+        """Ends the lane in good order, whatever the worker does: no further command is run, no further answer is sent."""
+        self._stopping = True
+        if self._lane is not None and not self.lane_closed.is_set():
+            self._lane.cancel()
 
     async def GetProgress(
         self, request: rank_pb2.GetProgressRequest, context: grpc.aio.ServicerContext

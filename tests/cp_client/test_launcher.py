@@ -6,11 +6,13 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
 from cp_client import AsyncClient, loading
+from cp_client.child import Child, child_environment
 from cp_client.launcher import Cluster, ClusterFailed, run_cluster
 from cp_wire.channels import open_channel
 from cp_wire.pb import coordinator_pb2 as pb
@@ -218,6 +220,18 @@ async def test_k9_a_rank_that_freezes_before_it_registers_is_named(tmp_path):
     freeze.write_text("0")
     message, status = await start_failure(ranks=1, rank=("--freeze", str(freeze)), register_s=0.2)
     assert (message, status) == ("rank 0 failed to start: it did not register within 0.2 s", 1)
+
+
+async def test_a_coordinator_that_does_not_answer_is_no_proof_against_a_rank():
+    cluster = Cluster(spec(1, register_s=0.0))
+    cluster._address = f"127.0.0.1:{free_port()}"
+    child = Child("rank 0", (sys.executable, "-c", "input()"), child_environment(1))
+    try:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(cluster._expect(child), 0.3)
+        assert child.alive
+    finally:
+        await child.stop(0.0)
 
 
 async def test_m4_a_rank_that_keeps_dying_ends_the_cluster():

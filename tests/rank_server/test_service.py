@@ -191,3 +191,27 @@ async def test_lane_closed_is_seen_when_the_coordinator_goes(rank):
     await lane.send(reset=rank_pb2.Reset())
     lane.stream.cancel()
     await asyncio.wait_for(servicer.lane_closed.wait(), DEADLINE_S)
+
+
+async def test_k8_a_stopping_rank_ends_its_lane_whatever_the_worker_does(rank):
+    stub, servicer, executor = rank
+    executor.block = started, release = threading.Event(), threading.Event()
+    lane = Lane(stub)
+    step = asyncio.create_task(lane.send(step=rank_pb2.StepPlan(ticket=1)))
+    assert await asyncio.to_thread(started.wait, DEADLINE_S)
+    try:
+        servicer.end_lane()
+        assert await step is grpc.aio.EOF
+        assert await lane.stream.code() is grpc.StatusCode.OK
+        assert servicer.lane_closed.is_set()
+    finally:
+        release.set()
+
+
+async def test_k8_a_stopping_rank_takes_no_lane(rank):
+    stub, servicer, executor = rank
+    servicer.end_lane()
+    with pytest.raises(grpc.RpcError) as caught:
+        await Lane(stub).send(reset=rank_pb2.Reset())
+    assert errors.from_rpc_error(caught.value).message == "rank 3 is stopping"
+    assert executor.plans == []
