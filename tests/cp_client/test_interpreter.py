@@ -52,3 +52,11 @@ def test_installed_packages_stay_behind_the_standard_library(monkeypatch, tmp_pa
     monkeypatch.setattr(interpreter, "PACKAGE_ROOT", tmp_path)
     monkeypatch.setattr(interpreter.site, "getsitepackages", lambda: [str(tmp_path)])
     assert same_code_environment({"X": "1"}) == {"X": "1", "PYTHONSAFEPATH": "1"}
+
+
+def test_pools_sleep_while_they_wait_unless_the_user_wants_otherwise(monkeypatch):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert child_environment(2)["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert child_environment(2)["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert child_environment(2)["OMP_NUM_THREADS"] == "2"
