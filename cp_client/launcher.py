@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cp_client.child import Child, child_environment
+from cp_client.draining import tell_of_requests
 from cp_client.loading import follow_loading
 from cp_wire.channels import open_channel
 from cp_wire.errors import RpcError, from_rpc_error
@@ -101,6 +102,11 @@ class Cluster:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def tell_of_requests(self) -> None:
+        """Says on stderr how many requests `stop` will wait for."""
+        if self._address:
+            await tell_of_requests(self._address)
 
     async def stop(self) -> None:
         """Stops the coordinator, which drains, then the ranks; leaves no process."""
@@ -211,5 +217,8 @@ async def run_cluster(cluster: Cluster, on_ready: Callable[[str], None]) -> None
     try:
         on_ready(await cluster.start())
         await cluster.supervise()
+    except asyncio.CancelledError:
+        await cluster.tell_of_requests()
+        raise
     finally:
         await cluster.stop()

@@ -56,6 +56,13 @@ def test_flags_of_the_process():
     assert (args.start_timeout, args.drain_timeout, args.pcp, args.dcp, args.port) == (3, 0, 2, 2, 0)
 
 
+def test_a_wrong_flag_is_refused_in_one_sentence(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        build_parser().parse_args(["--model", "m", "--port", "x"])
+    said = "fatal: argument --port: 'x' is not a whole number (see python -m coordinator --help)\n"
+    assert (stopped.value.code, capsys.readouterr().err) == (2, said)
+
+
 @pytest.mark.cluster
 def test_wrong_model_path_is_refused():
     status, out, last = refusal("--model", "/nowhere/at/all")

@@ -36,7 +36,7 @@ class Coordinator(rpc.RegistryServiceServicer, rpc.ControlServiceServicer):
 
     def __init__(self, args):
         self.args = args
-        self.status = pb.GetStatusResponse(state="starting")
+        self.status = pb.GetStatusResponse(state="starting", running=args.running)
         self.changed = asyncio.Condition()
         self.all_here = asyncio.Event()
 
@@ -132,6 +132,7 @@ def main(argv):
     parser.add_argument("--silent", action="store_true")
     parser.add_argument("--freeze", default="")
     parser.add_argument("--fifo", help="a rank with --fail waits here for the one with --also")
+    parser.add_argument("--running", type=int, default=0, help="requests in the coordinator's status")
     parser.add_argument("--loaded", type=float, default=0.0)
     parser.add_argument("--rank", type=int)
     parser.add_argument("--coordinator")
@@ -142,7 +143,7 @@ def main(argv):
     args = parser.parse_args(argv)
     if args.role == "launcher":
         words = ("--stubborn",) if args.stubborn else ()
-        cluster = Cluster(spec(args.ranks, words, drain_s=30.0, stop_s=1.0))
+        cluster = Cluster(spec(args.ranks, (*words, "--running", str(args.running)), drain_s=30.0, stop_s=1.0))
 
         async def launch():
             await run_cluster(cluster, lambda address: print(f"ready grpc={address}", flush=True))

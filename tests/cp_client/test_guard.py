@@ -20,7 +20,7 @@ def kvloom(*words, **settings):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **settings)
 
 
-@pytest.mark.parametrize("words", [(*GROUPS, "--json"), GROUPS, LENGTHS], ids=" ".join)
+@pytest.mark.parametrize("words", [(*GROUPS, "--json"), GROUPS, (*LENGTHS, "--json")], ids=" ".join)
 def test_a_reader_that_has_gone_is_no_news(words):
     reader, writer = os.pipe()
     child = kvloom(*words, stdout=writer)
@@ -30,9 +30,10 @@ def test_a_reader_that_has_gone_is_no_news(words):
     assert (child.returncode, err) == (1, "")
 
 
-def test_a_full_disk_is_one_sentence():
+@pytest.mark.parametrize("words", [LENGTHS, (*LENGTHS, "--json")], ids=" ".join)
+def test_a_full_disk_is_one_sentence(words):
     with open("/dev/full", "w") as full:
-        child = kvloom(*LENGTHS, stdout=full)
+        child = kvloom(*words, stdout=full)
         _, err = child.communicate(timeout=DEADLINE_S)
     assert (child.returncode, err) == (1, "kvloom: No space left on device\n")
 

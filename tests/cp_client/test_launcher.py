@@ -274,6 +274,13 @@ def test_m2_a_signal_stops_everything(number):
     assert not any(map(alive, launcher.children))
 
 
+def test_m2_a_stop_says_what_it_waits_for():
+    launcher = Launcher("--running", "2")
+    launcher.process.terminate()
+    _, err = launcher.process.communicate(timeout=DEADLINE_S)
+    assert "kvloom: draining 2 requests, Ctrl-C again to force the end\n" in err
+
+
 def test_m2_a_frozen_rank_does_not_survive_the_stop():
     launcher = Launcher()
     os.kill(launcher.children[-1], signal.SIGSTOP)

@@ -12,6 +12,7 @@ DEADLINE_S = 60
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (["--port", "x"], "argument --port: 'x' is not a whole number (see python -m rank_server --help)"),
         (["--host", "0.0.0.0"], "a rank needs an address that its peers can reach, not the wildcard '0.0.0.0'"),
         (["--device", "cuda"], "device cuda is not supported, only cpu"),
         ([], "/nowhere/at/all: no such model, expected a directory with config.json or a GGUF file"),
