@@ -160,7 +160,7 @@ def _refuse_what_text_cannot_show(args: Namespace) -> None:
 
 def _of_empty_prompt(error: KvloomError, args: Namespace) -> str | None:
     """The refusal of a prompt without tokens, by the name of the argument that has none."""
-    if not isinstance(error, InvalidRequest) or error.field != "prompt" or (args.prompt or args.token_ids):
+    if not isinstance(error, InvalidRequest) or error.field not in ("prompt", "text") or (args.prompt or args.token_ids):
         return None
     if args.file is None:
         return f"PROMPT is empty: {error.limit}"

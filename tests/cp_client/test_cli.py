@@ -349,15 +349,16 @@ def test_anything_else_is_no_target(command, text, said, capsys):
     assert f"kvloom: argument --target: {text!r} {said}" in capsys.readouterr().err
 
 
-def test_an_empty_prompt_is_named_as_it_was_given(fake, target, capsys, tmp_path):
-    fake.script = [errors.InvalidRequest("prompt", "empty", "it must be at least 1 token")]
+@pytest.mark.parametrize("field", ["prompt", "text"])
+def test_an_empty_prompt_is_named_as_it_was_given(fake, target, capsys, tmp_path, field):
+    fake.script = [errors.InvalidRequest(field, "empty", "it must be at least 1 token")]
     file = tmp_path / "nothing.txt"
     file.touch()
     for words, name in ((["--", ""], "PROMPT"), (["--file", str(file)], f"--file {file}")):
         assert main(["generate", "--target", target, *words]) == 2
         assert capsys.readouterr().err == f"kvloom: {name} is empty: it must be at least 1 token\n"
     assert main(["generate", "--target", target, "much"]) == 2
-    assert capsys.readouterr().err == "kvloom: prompt is empty: it must be at least 1 token\n"
+    assert capsys.readouterr().err == f"kvloom: {field} is empty: it must be at least 1 token\n"
 
 
 @pytest.mark.parametrize(
