@@ -227,13 +227,13 @@ def test_status_document(fake, target, capsys):
 def test_status_table(fake, target, capsys):
     fake.status = status_message()
     fake.status.config.model_name = "fox [7b]"
-    fake.status.ranks[0].fenced_reason = "frozen: [2] of 3 peers waited for it in vain"
+    fake.status.ranks[0].fenced_reason = "frozen: [two] of 3 peers waited for it in vain"
     fake.status.ranks[0].address = "a-host-with-a-long-name.in.a.long.domain:50123"
     assert main(["status", "--target", target]) == 0
     out = capsys.readouterr().out
     assert "fox [7b] degraded: tp 1, pcp 2, dcp 2, dp 1; 1 running, 2 waiting" in out
     row = next(line for line in out.splitlines() if "frozen" in line)
-    assert "lost (frozen: [2] of 3 peers waited for it in vain)" in row and "3 / 1099511627776" in row
+    assert "lost (frozen: [two] of 3 peers waited for it in vain)" in row and "3 / 1099511627776" in row
     assert "a-host-with-a-long-name.in.a.long.domain:50123" in row
 
 

@@ -15,9 +15,11 @@ GROUPS = ("explain", "groups", "--tp", "64", "--pcp", "64", "--dp", "16")
 LENGTHS = ("explain", "lengths", "--tokens", "9")
 
 
-def kvloom(*words, **settings):
+def kvloom(*words, stdout=None, **environment):
+    """Its stdout is buffered, as it is for everybody who has not said otherwise."""
     command = [sys.executable, "-m", "cp_client.cli", *words]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **settings)
+    own = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    return subprocess.Popen(command, env=own | environment, stdout=stdout, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.mark.parametrize("words", [(*GROUPS, "--json"), GROUPS, (*LENGTHS, "--json")], ids=" ".join)
@@ -39,7 +41,7 @@ def test_a_full_disk_is_one_sentence(words):
 
 
 def test_what_an_ascii_terminal_cannot_show_is_escaped():
-    child = kvloom(*LENGTHS, stdout=subprocess.PIPE, env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    child = kvloom(*LENGTHS, stdout=subprocess.PIPE, PYTHONIOENCODING="ascii")
     out, err = child.communicate(timeout=DEADLINE_S)
     assert (child.returncode, err) == (0, "")
     assert "\\u2588" in out
@@ -69,7 +71,7 @@ def test_ctrl_c_during_the_imports_of_a_command(tmp_path):
     started = tmp_path / "started"
     os.mkfifo(started)
     (tmp_path / "numpy.py").write_text(f"import threading\nopen({str(started)!r}, 'w').close()\nthreading.Event().wait(60)\n")
-    child = kvloom(*LENGTHS, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    child = kvloom(*LENGTHS, PYTHONPATH=str(tmp_path))
     started.read_text()
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=DEADLINE_S)
