@@ -180,6 +180,10 @@ class Harness:
         """Until so many calls are accepted and not over."""
         await eventually(lambda: len(self.coordinator.admission.active) == count)
 
+    async def until_queued(self, count: int) -> None:
+        """Until so many requests have reached the scheduler: an accepted one may still be with the prompts' thread."""
+        await eventually(lambda: self.scheduler.running + self.scheduler.waiting == count)
+
     async def replace(self, rank: int) -> FakeRank:
         """Starts a new process in a lost rank's seat."""
         fresh = FakeRank(rank)

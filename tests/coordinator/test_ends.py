@@ -17,7 +17,7 @@ async def test_abort_ends_the_stream_in_every_state():
         running = asyncio.create_task(harness.generate([1], request_id="running"))
         await held
         queued = asyncio.create_task(harness.generate([2], request_id="queued"))
-        await harness.until_active(2)
+        await harness.until_queued(2)
         for request_id in ("queued", "running"):
             await harness.inference.Abort(coordinator_pb2.AbortRequest(request_id=request_id), timeout=5)
         for heard in (await queued, await running):
@@ -50,7 +50,7 @@ async def test_h6_disconnect_frees_blocks_within_two_steps(state):
         elif state == "prefill":
             await held
         else:
-            await harness.until_active(2)
+            await harness.until_queued(2)
         call.cancel()
         await harness.until_active(0 if other is None else 1)
         steps = len(rank.steps)
@@ -69,7 +69,7 @@ async def test_nineteen_cancelled_in_the_queue_leave_room_for_one():
         first = asyncio.create_task(harness.generate([1]))
         await held
         queued = [harness.call([2 + index]) for index in range(19)]
-        await harness.until_active(20)
+        await harness.until_queued(20)
         for call in queued:
             call.cancel()
         await harness.until_active(1)
@@ -107,7 +107,7 @@ async def test_m5_drain_finishes_the_accepted_and_refuses_the_new():
         held = asyncio.create_task(harness.ranks[0].hold())
         calls = [asyncio.create_task(harness.generate([index])) for index in range(3)]
         await held
-        await harness.until_active(3)
+        await harness.until_queued(3)
         drained = harness.control.Drain(coordinator_pb2.DrainRequest(deadline_ms=5000), timeout=10)
         status = await harness.until(lambda status: status.state == "draining")
         assert status.running + status.waiting == 3

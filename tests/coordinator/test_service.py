@@ -215,7 +215,7 @@ async def test_full_queue_says_when_to_come_back():
         running = asyncio.create_task(harness.generate([1]))
         await held
         queued = asyncio.create_task(harness.generate([2]))
-        await harness.until_active(2)
+        await harness.until_queued(2)
         refused = await harness.generate([3])
         assert isinstance(refused.error, errors.Exhausted)
         assert refused.error.retry_after_s == 1
