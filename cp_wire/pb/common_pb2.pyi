@@ -29,7 +29,9 @@ class _DecodeModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enu
     DECODE_MODE_REPLICATED: _DecodeMode.ValueType  # 1
     """Every replica of the group runs every row."""
     DECODE_MODE_OWNER: _DecodeMode.ValueType  # 2
-    """Row i lives on one replica of the group."""
+    """Every row, or part of a row, lives on one replica of the group: decode rows on their request's owner, prefill rows as
+    `cp_layout.zigzag` cuts them.
+    """
     DECODE_MODE_SPLIT: _DecodeMode.ValueType  # 3
     """The replicas of the group act as one wider tensor-parallel group."""
 
@@ -39,7 +41,9 @@ DECODE_MODE_UNSPECIFIED: DecodeMode.ValueType  # 0
 DECODE_MODE_REPLICATED: DecodeMode.ValueType  # 1
 """Every replica of the group runs every row."""
 DECODE_MODE_OWNER: DecodeMode.ValueType  # 2
-"""Row i lives on one replica of the group."""
+"""Every row, or part of a row, lives on one replica of the group: decode rows on their request's owner, prefill rows as
+`cp_layout.zigzag` cuts them.
+"""
 DECODE_MODE_SPLIT: DecodeMode.ValueType  # 3
 """The replicas of the group act as one wider tensor-parallel group."""
 global___DecodeMode = DecodeMode

@@ -377,6 +377,8 @@ class AdmittedRequest(google.protobuf.message.Message):
     NUM_CACHED_TOKENS_FIELD_NUMBER: builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: builtins.int
     CACHED_TOKEN_IDS_FIELD_NUMBER: builtins.int
+    OWNER_FIELD_NUMBER: builtins.int
+    NUM_PREFILL_TOKENS_FIELD_NUMBER: builtins.int
     handle: builtins.int
     """Unique over the life of the cluster; a request that resumes after a preemption is admitted anew."""
     shard_offset: builtins.int
@@ -385,6 +387,10 @@ class AdmittedRequest(google.protobuf.message.Message):
     """Tokens already in the cache (prefix hit); their blocks come with the first row."""
     num_prompt_tokens: builtins.int
     """Tokens from this position on are output."""
+    owner: builtins.int
+    """Replica of the group, by its place on the PCP axis, where the request's decode rows run in steps of DECODE_MODE_OWNER."""
+    num_prefill_tokens: builtins.int
+    """Tokens known at this admission: rows that start here or later are decode rows."""
     @property
     def sampling(self) -> cp_wire.pb.common_pb2.SamplingParams: ...
     @property
@@ -400,9 +406,11 @@ class AdmittedRequest(google.protobuf.message.Message):
         num_cached_tokens: builtins.int = ...,
         num_prompt_tokens: builtins.int = ...,
         cached_token_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        owner: builtins.int = ...,
+        num_prefill_tokens: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["sampling", b"sampling"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["cached_token_ids", b"cached_token_ids", "handle", b"handle", "num_cached_tokens", b"num_cached_tokens", "num_prompt_tokens", b"num_prompt_tokens", "sampling", b"sampling", "shard_offset", b"shard_offset"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cached_token_ids", b"cached_token_ids", "handle", b"handle", "num_cached_tokens", b"num_cached_tokens", "num_prefill_tokens", b"num_prefill_tokens", "num_prompt_tokens", b"num_prompt_tokens", "owner", b"owner", "sampling", b"sampling", "shard_offset", b"shard_offset"]) -> None: ...
 
 global___AdmittedRequest = AdmittedRequest
 
