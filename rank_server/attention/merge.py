@@ -54,3 +54,22 @@ def merge_partials(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tenso
     for out, weight in zip(outs[1:], weights[1:], strict=True):
         merged += scaled(out, weight)
     return merged, lse
+
+
+class OnlineMerge:
+    """The merge of partials that arrive one at a time; nothing is kept of a partial but its share.
+
+    shape: [t, h, D] of out; result() is (0, −inf) until something is added.
+    """
+
+    def __init__(self, shape: Sequence[int], device: torch.device | str = "cpu") -> None:
+        self._out = torch.zeros(tuple(shape), device=device)
+        self._lse = torch.full(tuple(shape[:-1]), -torch.inf, device=device)
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        """Takes in attention (out [t, h, D], lse [t, h], fp32) over keys that no other partial covers."""
+        self._out, self._lse = merge_partials([self._out, out], torch.stack([self._lse, lse]))
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """(out [t, h, D], lse [t, h]) over all keys so far."""
+        return self._out, self._lse

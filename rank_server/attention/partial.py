@@ -8,8 +8,10 @@ from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.keys import RowKeys
-from rank_server.attention.merge import clear_empty, merge_partials
+from rank_server.attention.merge import OnlineMerge, clear_empty, merge_partials
 
+KEY_TILE = 2048
+"""Keys outside the cache that a tile of queries is attended over at a time."""
 QUERY_TILE = 256
 """Queries of one row that are attended together; bounds the causal mask to QUERY_TILE² entries per query head of a KV head."""
 WORKSPACE_BYTES = 32 * 1024 * 1024
@@ -49,6 +51,35 @@ def paged_partial(
             for more_out, more_lse in partials:
                 tile_out, tile_lse = merge_partials([tile_out, more_out], torch.stack([tile_lse, more_lse]))
             out[first:last], lse[first:last] = tile_out, tile_lse
+    return out, lse
+
+
+def dense_partial(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Partial attention (out [t, h, D] fp32, lse [t, h] fp32, natural log) of q [t, h, D] over keys that are not in the cache.
+
+    k, v: [n, hk, D] with h a multiple of hk (else ValueError), any strides, n = 0 allowed; seen: [t] int64, query i sees the
+    first seen[i] keys (0 … n, in any order), None: all n. A query that sees none gets exactly (0, −inf). All arithmetic is fp32,
+    and temporary memory doesn't grow with t or n.
+    """
+    tokens, heads, head_dim = q.shape
+    num_keys, kv_heads, _ = k.shape
+    if heads % kv_heads != 0:
+        raise ValueError(f"{heads} query heads can't share {kv_heads} KV heads evenly")
+    out = q.new_zeros((tokens, heads, head_dim), dtype=torch.float32)
+    lse = q.new_full((tokens, heads), -torch.inf, dtype=torch.float32)
+    for first in range(0, tokens, QUERY_TILE):
+        tile = slice(first, min(first + QUERY_TILE, tokens))
+        merged = OnlineMerge(out[tile].shape, q.device)
+        last_key = num_keys if seen is None else int(seen[tile].max())
+        for start in range(0, last_key, KEY_TILE):
+            keys = slice(start, min(start + KEY_TILE, last_key))
+            piece_k, piece_v = (x[keys].transpose(0, 1).to(torch.float32) for x in (k, v))
+            visible = None if seen is None else (seen[tile] - start).clamp_(0, keys.stop - start)
+            part = _attend(q[tile].to(torch.float32), piece_k, piece_v, scale, visible)
+            if visible is not None:
+                clear_empty(*part, visible)
+            merged.add(*part)
+        out[tile], lse[tile] = merged.result()
     return out, lse
 
 
