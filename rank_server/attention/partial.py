@@ -58,8 +58,8 @@ def dense_partial(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | 
     """Partial attention (out [t, h, D] fp32, lse [t, h] fp32, natural log) of q [t, h, D] over keys that are not in the cache.
 
     k, v: [n, hk, D] with h a multiple of hk (else ValueError), any strides, n = 0 allowed; seen: [t] int64, query i sees the
-    first seen[i] keys (0 … n, in any order), None: all n. A query that sees none gets exactly (0, −inf). All arithmetic is fp32,
-    and temporary memory doesn't grow with t or n.
+    first seen[i] keys (0 … n, in any order), None: all n. A query that sees none gets exactly (0, −inf). All arithmetic is
+    fp32, and temporary memory doesn't grow with t or n.
     """
     tokens, heads, head_dim = q.shape
     num_keys, kv_heads, _ = k.shape
