@@ -19,11 +19,12 @@ def answer(
 ) -> rank_pb2.StepResult:
     """`sampled` and `scores` of a step, on all members of a TP group: all compute logits, the one that samples answers.
 
-    A request whose prompt can't be scored fails; its draw is not reported.
+    A request whose prompt can't be scored fails; its draw is not reported by the same rank. Replicas with less to answer than
+    others compute logits of no rows, so that all ranks issue the same collectives.
     """
     result = rank_pb2.StepResult()
-    failed = _score(batch, hidden, logits_of, vocab_size, samples, progress, result) if batch.scores else set()
-    if not batch.draws:
+    failed = _score(batch, hidden, logits_of, vocab_size, samples, progress, result)
+    if not batch.any_draws:
         return result
     logits = logits_of(hidden[batch.sample_rows])
     if samples:
@@ -43,12 +44,13 @@ def _score(
     result: rank_pb2.StepResult,
 ) -> set[int]:
     """Adds scores and errors to the result; returns the handles that failed. The slices follow from the plan alone."""
-    rows = torch.cat([torch.arange(each.first, each.first + len(each.token_ids)) for each in batch.scores]).to(hidden.device)
+    indices = [row for each in batch.scores for row in range(each.first, each.first + len(each.token_ids))]
+    rows = torch.tensor(indices, dtype=torch.int64, device=hidden.device)
     tokens = [token for each in batch.scores for token in each.token_ids]
     tops = [each.top for each in batch.scores for _ in each.token_ids]
     width = rows_per_slice(vocab_size)
     scored: list[Logprobs | None] = []
-    for first in range(0, len(tokens), width):
+    for first in range(0, batch.most_scored, width):
         logits = logits_of(hidden[rows[first : first + width]])
         if samples:
             scored += score(logits, tokens[first : first + width], tops[first : first + width])
@@ -62,7 +64,8 @@ def _score(
                 failed.add(each.handle)
                 result.sampled.add(handle=each.handle, error="the logits of the prompt are not finite")
             else:
-                result.scores.add(handle=each.handle, positions=[_message(position) for position in positions if position])
+                messages = [_message(position) for position in positions if position]
+                result.scores.add(handle=each.handle, start=each.start, positions=messages)
     return failed
 
 

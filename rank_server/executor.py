@@ -10,16 +10,16 @@ from cp_wire.errors import ConfigRefused
 from cp_wire.host_memory import PoolRefused, available_bytes, max_kv_blocks
 from cp_wire.pb import common_pb2, rank_pb2
 from model_files import ModelFiles
-from rank_server.attention.dcp_gqa import DcpAttention
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
 from rank_server.draws import answer
+from rank_server.flows.table import Ways, check_way
 from rank_server.kv_pool import KvPool
 from rank_server.models.table import build_model, load_weights
 from rank_server.penalties import TokenHistory
 from rank_server.place import Place
 from rank_server.sequences import PlanRefused, SequenceTable
-from rank_server.step_batch import StepBatch, build, commit, keep_history, no_history, take_in
+from rank_server.step_batch import build, commit, hold, keep_history, no_history, take_in
 
 if TYPE_CHECKING:
     from rank_server.models.decoder import DecoderModel
@@ -50,7 +50,7 @@ class Executor:
         self._pool: KvPool | None = None
         self._groups: dict[str, Group] = {}
         self._model: DecoderModel | None = None
-        self._attention: DcpAttention | None = None
+        self._ways: Ways | None = None
         self._sequences = SequenceTable()
         self.load_fraction = 0.0
         """How much of its weights the rank has in memory, 0 … 1; may be read from any thread."""
@@ -123,14 +123,14 @@ class Executor:
         if name in self._groups:
             raise PlanRefused(f"group {name} is open already")
         self._groups[name] = self._require_backend().open(name, ranks, self.place.rank, bootstrap, timeout_s)
-        self._model = self._attention = None
+        self._model = self._ways = None
         return rank_pb2.GroupOpened()
 
     def reset(self) -> rank_pb2.ResetDone:
         """Forgets all requests and leaves all groups; weights and pool stay."""
         self.close_groups()
         self._groups.clear()
-        self._model = self._attention = None
+        self._model = self._ways = None
         self._sequences.clear()
         return rank_pb2.ResetDone()
 
@@ -142,16 +142,14 @@ class Executor:
     def step(self, plan: rank_pb2.StepPlan) -> rank_pb2.StepResult:
         """One forward pass. Collectives fail after the plan's timeout; a failure leaves the rank to be reset."""
         place, pool = self.place, self.pool
-        if plan.decode_mode != common_pb2.DECODE_MODE_REPLICATED or plan.gather != common_pb2.GATHER_NONE:
-            raise PlanRefused(f"decode mode {plan.decode_mode} with gather {plan.gather} is not supported")
+        check_way(plan, place.grid)
         for group in self._groups.values():
             group.set_timeout(plan.timeout_ms / 1000)
         calls_before = sum(group.calls for group in self._groups.values())
         take_in(plan, self._sequences, place.layout, place.member, self._history_of if self._samples else no_history)
         result = rank_pb2.StepResult()
         if plan.rows:
-            batch = build(plan, self._sequences, place.layout, place.member)
-            result = self._forward(batch, pool)
+            result = self._forward(plan, pool)
             commit(plan, self._sequences)
         result.ticket = plan.ticket
         result.blocks_in_use = self._sequences.blocks_in_use
@@ -159,41 +157,34 @@ class Executor:
         return result
 
     @torch.inference_mode()
-    def _forward(self, batch: StepBatch, pool: KvPool) -> rank_pb2.StepResult:
+    def _forward(self, plan: rank_pb2.StepPlan, pool: KvPool) -> rank_pb2.StepResult:
         place = self.place
-        model, attention = self._assemble(pool)
+        model, ways = self._assemble(pool)
+        rows = hold(plan, self._sequences, place.layout, place.member)
+        share, flow = ways.of(plan, rows, self._sequences)
+        batch = build(plan, self._sequences, share)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             self._progress()
-            return attention.forward(layer, q, k, v, batch.attention)
+            return flow.attend(layer, q, k, v)
 
         hidden = model.forward(batch.token_ids, batch.positions, attend)
-        # Every replica holds the same hidden states; the first one draws, the other replicas skip the vocabulary.
-        if place.pcp_index != 0:
-            return rank_pb2.StepResult()
         return answer(batch, hidden, model.logits, self._files.shape.vocab_size, self._samples, self._progress)
 
     @property
     def _samples(self) -> bool:
-        """Whether this rank draws for its set: TP member 0 of the first replica."""
-        return self.place.tp_index == 0 and self.place.pcp_index == 0
+        """Whether this rank draws for its replica."""
+        return self.place.tp_index == 0
 
     def _history_of(self, admitted: rank_pb2.AdmittedRequest) -> TokenHistory | None:
         return keep_history(admitted, self._files.shape.vocab_size, torch.device("cpu"))
 
-    def _assemble(self, pool: KvPool) -> "tuple[DecoderModel, DcpAttention]":
-        if self._model is None or self._attention is None:
+    def _assemble(self, pool: KvPool) -> "tuple[DecoderModel, Ways]":
+        if self._model is None or self._ways is None:
             place, shape = self.place, self._files.shape
             self._model = build_model(shape, self._weights, self._group("tp"), place.dtype)
-            self._attention = DcpAttention(
-                pool,
-                q_group=self._group("q"),
-                dcp_group=self._group("dcp"),
-                merge=place.merge,
-                scale=shape.head_dim**-0.5,
-                pcp=1 if place.grid.dcp == 1 else place.grid.pcp,
-            )
-        return self._model, self._attention
+            self._ways = Ways(place, pool, self._group, scale=shape.head_dim**-0.5)
+        return self._model, self._ways
 
     def _group(self, kind: str) -> Group:
         place = self.place

@@ -37,10 +37,16 @@ class Sequence:
 
     handle: int
     shard: int
+    shard_offset: int
+    """Shard r of the request lies on member (r + shard_offset) mod N."""
+    owner: int
+    """Replica that computes the request's decode rows when each row is computed by one replica."""
+    num_prefill_tokens: int
+    """Rows that start here or later are decode rows."""
     sampling: SequenceSampling
     num_computed: int
     history: TokenHistory | None = None
-    """Only on the rank that samples, and only with penalties."""
+    """Only on ranks that sample, and only with penalties."""
     num_blocks: int = 0
     _table: Tensor = field(default_factory=lambda: torch.empty(_INITIAL_COLUMNS, dtype=torch.int64))
 

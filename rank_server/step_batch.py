@@ -1,18 +1,19 @@
-"""From a plan to this rank's view of it: tokens, positions, slots, visible lengths, rows to draw from."""
+"""From a plan to this rank's view of it: rows over its cache, tokens and positions it computes, rows to draw from."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from cp_layout.interleave import NOT_MINE, Layout
+from cp_layout.interleave import Layout
 from cp_wire.pb import rank_pb2
-from rank_server.attention.batch import AttentionBatch, AttentionRow
+from rank_server.attention.rows import KvRow, Span
 from rank_server.penalties import TokenHistory
 from rank_server.sampler import RowSampling
 from rank_server.sequences import PlanRefused, Sequence, SequenceSampling, SequenceTable
+from rank_server.share import Share
 
 HistoryOf = Callable[[rank_pb2.AdmittedRequest], TokenHistory | None]
 """What a rank keeps of an admitted request's tokens; None where nothing depends on them."""
@@ -27,8 +28,10 @@ class RowScores:
     """Consecutive prompt tokens of one request that are scored."""
 
     handle: int
+    start: int
+    """Position of the first of them."""
     first: int
-    """Row of the flat batch whose logits score the first of them."""
+    """Row of the flat batch whose logits score it."""
     token_ids: tuple[int, ...]
     top: int
     """Alternatives to report with each."""
@@ -36,18 +39,22 @@ class RowScores:
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
-    """One forward pass: T tokens of several requests, one after the other."""
+    """One replica's forward pass: T tokens of several requests, one after the other; T may be 0."""
 
     token_ids: Tensor
     """[T] int64."""
     positions: Tensor
     """[T] int64 absolute positions."""
-    attention: AttentionBatch
     sample_rows: Tensor
-    """[R] int64 rows of the flat batch that a draw follows."""
+    """[R] int64 rows of the flat batch that a draw of this replica's follows."""
     draws: tuple[RowSampling, ...]
     draw_handles: tuple[int, ...]
     scores: tuple[RowScores, ...]
+    """Prompt tokens that this replica scores."""
+    any_draws: bool
+    """Whether any replica draws."""
+    most_scored: int
+    """Tokens scored by the replica that scores most."""
 
 
 def take_in(
@@ -62,6 +69,9 @@ def take_in(
             Sequence(
                 handle=admitted.handle,
                 shard=layout.shard_on(member, admitted.shard_offset),
+                shard_offset=admitted.shard_offset,
+                owner=admitted.owner,
+                num_prefill_tokens=admitted.num_prefill_tokens,
                 sampling=SequenceSampling(
                     temperature=sampling.temperature,
                     top_p=sampling.top_p or 1.0,
@@ -98,20 +108,12 @@ def keep_history(admitted: rank_pb2.AdmittedRequest, vocab_size: int, device: to
     return history
 
 
-def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, member: int) -> StepBatch:
-    """Appends the plan's new blocks, takes its tokens into the histories and computes the rank's view.
+def hold(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, member: int) -> tuple[KvRow, ...]:
+    """Appends the plan's new blocks and takes its tokens into the histories; the plan's rows over this rank's cache.
 
     Committed lengths change only in `commit`.
     """
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    visible: list[int] = []
-    rows: list[AttentionRow] = []
-    sample_rows: list[int] = []
-    draws: list[RowSampling] = []
-    draw_handles: list[int] = []
-    scores: list[RowScores] = []
+    rows: list[KvRow] = []
     for row in plan.rows:
         sequence = sequences.get(row.handle)
         count = len(row.token_ids)
@@ -120,47 +122,44 @@ def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, mem
                 f"request {row.handle}: {count} tokens start at {row.start}, the rank holds {sequence.num_computed} tokens"
             )
         _append_new_blocks(row, sequence, layout.num_shards, member)
-        end = row.start + count
-        sequence.check_room(layout, end)
-        q_start = len(token_ids)
-        token_ids.extend(row.token_ids)
-        positions.extend(range(row.start, end))
-        if count == 1:
-            slots.append(_slot(layout, sequence, row.start))
-            visible.append(layout.local_len(sequence.shard, end))
-        else:
-            where = np.arange(row.start, end)
-            slots.extend(layout.slots(sequence.shard, sequence.block_table.numpy(), where).tolist())
-            visible.extend(layout.local_lens_at(sequence.shard, where + 1).tolist())
-        rows.append(
-            AttentionRow(
-                q_start=q_start,
-                q_len=count,
-                block_table=sequence.block_table,
-                local_len=visible[-1],
-                first_visible=visible[q_start],
-            )
-        )
-        if sequence.history is not None:
-            sequence.history.take(row.start, torch.tensor(token_ids[q_start:], dtype=torch.int64))
+        sequence.check_room(layout, row.start + count)
         if row.score_token_ids:
-            scores.append(_scores(row, sequence, q_start))
-        if row.sample:
+            _check_scores(row)
+        if sequence.history is not None:
+            sequence.history.take(row.start, torch.tensor(list(row.token_ids), dtype=torch.int64))
+        rows.append(KvRow(row.start, count, sequence.shard, sequence.shard_offset, sequence.block_table))
+    return tuple(rows)
+
+
+def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, share: Share) -> StepBatch:
+    """The replica's share of a plan that `hold` has seen."""
+    token_ids: list[int] = []
+    positions: list[int] = []
+    sample_rows: list[int] = []
+    draws: list[RowSampling] = []
+    draw_handles: list[int] = []
+    scores: list[RowScores] = []
+    for span in share.spans:
+        row, first, end = plan.rows[span.row], len(token_ids), span.start + span.count
+        token_ids.extend(row.token_ids[span.start - row.start : end - row.start])
+        positions.extend(range(span.start, end))
+        if not share.answers:
+            continue
+        if row.score_token_ids:
+            scores.extend(_scores(row, span, first, sequences.get(row.handle)))
+        if row.sample and end == row.start + len(row.token_ids):
             sample_rows.append(len(token_ids) - 1)
-            draws.append(_row_sampling(row, sequence))
+            draws.append(_row_sampling(row, sequences.get(row.handle)))
             draw_handles.append(row.handle)
     return StepBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64),
         positions=torch.tensor(positions, dtype=torch.int64),
-        attention=AttentionBatch(
-            rows=tuple(rows),
-            slots=torch.tensor(slots, dtype=torch.int64),
-            visible=torch.tensor(visible, dtype=torch.int64),
-        ),
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
         draws=tuple(draws),
         draw_handles=tuple(draw_handles),
         scores=tuple(scores),
+        any_draws=any(row.sample for row in plan.rows),
+        most_scored=_most_scored(plan, share.answered) if any(row.score_token_ids for row in plan.rows) else 0,
     )
 
 
@@ -186,22 +185,33 @@ def _append_new_blocks(row: rank_pb2.StepRow, sequence: Sequence, members: int, 
         sequence.append_blocks(mine)
 
 
-def _slot(layout: Layout, sequence: Sequence, position: int) -> int:
-    if layout.owner(position) != sequence.shard:
-        return NOT_MINE
-    block = int(sequence.block_table[layout.block_column(position)])
-    return block * layout.block_size + layout.block_offset(position)
-
-
-def _scores(row: rank_pb2.StepRow, sequence: Sequence, q_start: int) -> RowScores:
-    """The logits of position p − 1 score the token at p."""
+def _check_scores(row: rank_pb2.StepRow) -> None:
     before, count = row.score_start - 1 - row.start, len(row.score_token_ids)
     if before < 0 or before + count > len(row.token_ids):
         raise PlanRefused(
             f"request {row.handle}: tokens {row.start} to {row.start + len(row.token_ids)} can't score {count} tokens "
             f"from {row.score_start}"
         )
-    return RowScores(row.handle, q_start + before, tuple(row.score_token_ids), sequence.sampling.prompt_logprobs)
+
+
+def _scored(row: rank_pb2.StepRow, span: Span) -> range:
+    """Positions that are scored by a span of the row: the logits of position p − 1 score the token at p."""
+    return range(
+        max(row.score_start, span.start + 1), min(row.score_start + len(row.score_token_ids), span.start + span.count + 1)
+    )
+
+
+def _scores(row: rank_pb2.StepRow, span: Span, first: int, sequence: Sequence) -> list[RowScores]:
+    """first: the span's first row of the flat batch."""
+    at = _scored(row, span)
+    if not at:
+        return []
+    tokens = tuple(row.score_token_ids[at.start - row.score_start : at.stop - row.score_start])
+    return [RowScores(row.handle, at.start, first + at.start - 1 - span.start, tokens, sequence.sampling.prompt_logprobs)]
+
+
+def _most_scored(plan: rank_pb2.StepPlan, answered: Rows[Rows[Span]]) -> int:
+    return max(sum(len(_scored(plan.rows[span.row], span)) for span in spans) for spans in answered)
 
 
 def _row_sampling(row: rank_pb2.StepRow, sequence: Sequence) -> RowSampling:

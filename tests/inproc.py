@@ -162,12 +162,11 @@ class InprocCluster:
         results = self.everywhere(lambda executor: executor.step(plan))
         self.steps.append(step)
         self.results.append(results)
-        samplers = [result for result in results if result.sampled or result.scores]
-        assert len(samplers) <= 1, "more than one rank sampled"
-        drawn = [token for result in samplers for token in result.sampled]
+        drawn = [token for result in results for token in result.sampled]
+        assert len({(token.handle, bool(token.error)) for token in drawn}) == len(drawn), "two ranks sampled for one row"
         failed = {token.handle: token.error for token in drawn if token.error}
         sampled = {token.handle: token.token_id for token in drawn if not token.error}
-        self._keep_scores(step, [scores for result in samplers for scores in result.scores])
+        self._keep_scores([scores for result in results for scores in result.scores])
         progress = self.scheduler.commit(step, sampled, failed)
         self._fill_freed_blocks()
         logprobs = {token.handle: token.logprobs.sampled for token in drawn if token.HasField("logprobs")}
@@ -177,10 +176,9 @@ class InprocCluster:
                 self.generations[item.handle].logprobs += [logprobs[item.handle]] if item.handle in logprobs else []
         return progress
 
-    def _keep_scores(self, step: ScheduledStep, scores: Sequence[rank_pb2.PromptScores]) -> None:
-        rows = {row.handle: row for row in step.rows}
+    def _keep_scores(self, scores: Sequence[rank_pb2.PromptScores]) -> None:
         for each in scores:
-            for position, logprobs in enumerate(each.positions, start=rows[each.handle].score_start):
+            for position, logprobs in enumerate(each.positions, start=each.start):
                 assert position not in self.generations[each.handle].prompt_logprobs
                 self.generations[each.handle].prompt_logprobs[position] = logprobs
 

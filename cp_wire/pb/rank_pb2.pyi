@@ -487,11 +487,13 @@ class StepResult(google.protobuf.message.Message):
     """Collectives issued during the step."""
     @property
     def sampled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SampledToken]:
-        """From the one rank that samples; empty from the others."""
+        """From the rank that samples for the row: TP member 0 of the replica that answers for its last token."""
 
     @property
     def scores(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PromptScores]:
-        """From the one rank that samples: one entry per row with `score_token_ids` that did not fail."""
+        """From TP member 0 of each replica: what it scores of the rows with `score_token_ids`, rows that failed left out. A row's
+        scores may come in several entries and from several ranks.
+        """
 
     def __init__(
         self,
@@ -512,18 +514,22 @@ class PromptScores(google.protobuf.message.Message):
 
     HANDLE_FIELD_NUMBER: builtins.int
     POSITIONS_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
     handle: builtins.int
+    start: builtins.int
+    """The first one."""
     @property
     def positions(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[cp_wire.pb.common_pb2.PositionLogprobs]:
-        """In the order of the row's `score_token_ids`."""
+        """Of consecutive prompt positions."""
 
     def __init__(
         self,
         *,
         handle: builtins.int = ...,
         positions: collections.abc.Iterable[cp_wire.pb.common_pb2.PositionLogprobs] | None = ...,
+        start: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["handle", b"handle", "positions", b"positions"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["handle", b"handle", "positions", b"positions", "start", b"start"]) -> None: ...
 
 global___PromptScores = PromptScores
 

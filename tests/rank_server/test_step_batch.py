@@ -7,8 +7,10 @@ import torch
 
 from cp_layout.interleave import Layout
 from cp_wire.pb import common_pb2, rank_pb2
+from rank_server.attention.rows import attention_batch
 from rank_server.sequences import PlanRefused, SequenceTable
-from rank_server.step_batch import RowScores, build, commit, keep_history, take_in
+from rank_server.share import replicated
+from rank_server.step_batch import RowScores, build, commit, hold, keep_history, take_in
 
 LAYOUT = Layout(num_shards=2, interleave=2, block_size=4)
 
@@ -36,37 +38,41 @@ def row(handle: int, start: int, tokens: list[int], blocks: list[list[int]] | No
 
 
 def run(plan: rank_pb2.StepPlan, table: SequenceTable, member: int):
+    """The batch of a replica that computes all rows, and what attention needs to know of it."""
     take_in(plan, table, LAYOUT, member)
-    batch = build(plan, table, LAYOUT, member)
+    rows = hold(plan, table, LAYOUT, member)
+    share = replicated(rows, 1, 0)
+    batch = build(plan, table, share)
+    attention = attention_batch(rows, share.spans, LAYOUT, torch.device("cpu"))
     commit(plan, table)
-    return batch
+    return batch, attention
 
 
 @pytest.mark.parametrize("member", [0, 1])
 def test_chunk_then_decode_slots_and_visible_lengths(member):
     """Positions 0 1 | 2 3 | 4 belong to shards 0, 1, 0; blocks 7 (member 0) and 9 (member 1)."""
     table = SequenceTable()
-    batch = run(plan_with(row(1, 0, [10, 11, 12, 13], [[7], [9]]), admitted={1: {}}), table, member)
-    assert batch.attention.slots.tolist() == [[28, 29, -1, -1], [-1, -1, 36, 37]][member]
-    assert batch.attention.visible.tolist() == [[1, 2, 2, 2], [0, 0, 1, 2]][member]
+    batch, attention = run(plan_with(row(1, 0, [10, 11, 12, 13], [[7], [9]]), admitted={1: {}}), table, member)
+    assert attention.slots.tolist() == [[28, 29, -1, -1], [-1, -1, 36, 37]][member]
+    assert attention.visible.tolist() == [[1, 2, 2, 2], [0, 0, 1, 2]][member]
     assert batch.positions.tolist() == [0, 1, 2, 3]
-    batch = run(plan_with(row(1, 4, [14], sample=True, output_index=3)), table, member)
-    assert batch.attention.slots.tolist() == [[30], [-1]][member]
-    assert batch.attention.visible.tolist() == [[3], [2]][member]
+    batch, attention = run(plan_with(row(1, 4, [14], sample=True, output_index=3)), table, member)
+    assert attention.slots.tolist() == [[30], [-1]][member]
+    assert attention.visible.tolist() == [[3], [2]][member]
     assert batch.sample_rows.tolist() == [0]
     assert batch.draws[0].output_index == 3
 
 
 def test_shard_offset_moves_the_first_shard_to_another_member():
     table = SequenceTable()
-    batch = run(plan_with(row(1, 0, [5, 6, 7], [[4], [8]]), admitted={1: {"shard_offset": 1}}), table, member=1)
-    assert batch.attention.slots.tolist() == [32, 33, -1]
-    assert batch.attention.rows[0].block_table.tolist() == [8]
+    _, attention = run(plan_with(row(1, 0, [5, 6, 7], [[4], [8]]), admitted={1: {"shard_offset": 1}}), table, member=1)
+    assert attention.slots.tolist() == [32, 33, -1]
+    assert attention.rows[0].block_table.tolist() == [8]
 
 
 def test_rows_of_several_requests_lie_one_after_the_other():
     table = SequenceTable()
-    batch = run(
+    batch, attention = run(
         plan_with(
             row(1, 0, [1, 2, 3], [[0], [0]], sample=True),
             row(2, 4, [9, 9], [[1], [1]], sample=True),
@@ -75,7 +81,7 @@ def test_rows_of_several_requests_lie_one_after_the_other():
         table,
         member=0,
     )
-    assert [(r.q_start, r.q_len, r.first_visible, r.local_len) for r in batch.attention.rows] == [(0, 3, 1, 2), (3, 2, 3, 4)]
+    assert [(r.q_start, r.q_len, r.first_visible, r.local_len) for r in attention.rows] == [(0, 3, 1, 2), (3, 2, 3, 4)]
     assert batch.sample_rows.tolist() == [2, 4]
     assert batch.draw_handles == (1, 2)
 
@@ -83,27 +89,27 @@ def test_rows_of_several_requests_lie_one_after_the_other():
 def test_ban_and_top_p_zero_is_off():
     table = SequenceTable()
     sampling = {"temperature": 0.5, "top_p": 0.0, "stop_token_ids": [3, 4]}
-    batch = run(
+    batch, _ = run(
         plan_with(row(1, 0, [1], [[0], []], sample=True, ban_stop=True), admitted={1: {"sampling": sampling}}), table, 0
     )
     assert batch.draws[0].ban == (3, 4)
     assert batch.draws[0].top_p == 1.0
-    batch = run(plan_with(row(1, 1, [1], sample=True)), table, 0)
+    batch, _ = run(plan_with(row(1, 1, [1], sample=True)), table, 0)
     assert batch.draws[0].ban == ()
 
 
 def test_the_smallest_top_p_is_not_off():
     table = SequenceTable()
     sampling = {"temperature": 1e-300, "top_p": 1e-300}
-    batch = run(plan_with(row(1, 0, [1], [[0], []], sample=True), admitted={1: {"sampling": sampling}}), table, 0)
+    batch, _ = run(plan_with(row(1, 0, [1], [[0], []], sample=True), admitted={1: {"sampling": sampling}}), table, 0)
     assert (batch.draws[0].top_p, batch.draws[0].temperature) == (1e-300, 1e-300)
 
 
 def test_tables_grow_past_their_first_allocation():
     table = SequenceTable()
     ids = list(range(100, 150))
-    batch = run(plan_with(row(1, 0, [1], [ids, []]), admitted={1: {}}), table, 0)
-    assert batch.attention.rows[0].block_table.tolist() == ids
+    _, attention = run(plan_with(row(1, 0, [1], [ids, []]), admitted={1: {}}), table, 0)
+    assert attention.rows[0].block_table.tolist() == ids
     run(plan_with(row(1, 1, [1], [[7], []])), table, 0)
     assert table.get(1).block_table.tolist() == [*ids, 7]
     assert table.blocks_in_use == 51
@@ -135,6 +141,10 @@ def test_release_then_admit_in_one_plan_starts_afresh():
     assert table.get(1).block_table.tolist() == [5]
 
 
+def view(plan: rank_pb2.StepPlan, table: SequenceTable):
+    return build(plan, table, replicated(hold(plan, table, LAYOUT, 0), 1, 0))
+
+
 def history(tokens: list[int], cached: int = 0, **fields) -> dict:
     sampling = {"frequency_penalty": 1.0}
     return {"sampling": sampling, "num_prompt_tokens": 3, "num_cached_tokens": cached, "cached_token_ids": tokens, **fields}
@@ -148,11 +158,11 @@ def test_only_requests_with_penalties_have_a_history_and_it_counts_each_token_on
     )
     take_in(plan, table, LAYOUT, 0, keep)
     table.get(2).append_blocks([7])
-    batch = build(plan, table, LAYOUT, 0)
+    batch = view(plan, table)
     assert table.get(2).history is None
     assert batch.draws[0].history.penalised(torch.zeros(6)).tolist() == [0, 0, 0, 0, 0, -1], "position 3 is output"
     commit(plan, table)
-    batch = build(plan_with(row(1, 4, [5], [[], []], sample=True)), table, LAYOUT, 0)
+    batch = view(plan_with(row(1, 4, [5], [[], []], sample=True)), table)
     assert batch.draws[0].history.penalised(torch.zeros(6)).tolist() == [0, 0, 0, 0, 0, -2]
 
 
@@ -174,8 +184,9 @@ def test_scored_tokens_find_the_row_before_them(start, count, first):
     table = SequenceTable()
     scored = {"score_start": start, "score_token_ids": [7] * count}
     sampling = {"prompt_logprobs": 4}
-    (got,) = run(plan_with(row(1, 0, [5, 6, 7], [[0], [0]], **scored), admitted={1: {"sampling": sampling}}), table, 0).scores
-    assert got == RowScores(handle=1, first=first, token_ids=(7,) * count, top=4)
+    batch, _ = run(plan_with(row(1, 0, [5, 6, 7], [[0], [0]], **scored), admitted={1: {"sampling": sampling}}), table, 0)
+    assert batch.scores == (RowScores(handle=1, start=start, first=first, token_ids=(7,) * count, top=4),)
+    assert batch.most_scored == count
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (1, 4), (4, 1)])

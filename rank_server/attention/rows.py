@@ -1,0 +1,87 @@
+"""The rows of a step over this rank's part of their KV, and what attention needs to know of any part of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from cp_layout.interleave import NOT_MINE, Layout
+from rank_server.attention.batch import AttentionBatch, AttentionRow
+
+
+@dataclass(frozen=True, slots=True)
+class KvRow:
+    """One row of a plan: consecutive tokens of one request, all earlier ones of which are in the cache."""
+
+    start: int
+    """Absolute position of the first token."""
+    count: int
+    shard: int
+    """Which shard of the request's KV this rank holds."""
+    shard_offset: int
+    """Shard r of the request lies on member (r + shard_offset) mod N."""
+    block_table: Tensor
+    """[columns] int64, this rank's blocks of the request in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A run of one row's tokens."""
+
+    row: int
+    """Index of the row in its step."""
+    start: int
+    """Absolute position of the run's first token."""
+    count: int
+
+
+def whole(rows: Sequence[KvRow]) -> tuple[Span, ...]:
+    """Every row as one run."""
+    return tuple(Span(index, row.start, row.count) for index, row in enumerate(rows))
+
+
+def attention_batch(rows: Sequence[KvRow], spans: Sequence[Span], layout: Layout, device: torch.device) -> AttentionBatch:
+    """What this rank's cache holds for the queries of the spans, one span after the other; slots are those of their own tokens.
+
+    The cache is taken to hold every token up to each query, its own included.
+    """
+    slots: list[int] = []
+    visible: list[int] = []
+    attended: list[AttentionRow] = []
+    for span in spans:
+        row, q_start, end = rows[span.row], len(visible), span.start + span.count
+        if span.count == 1:
+            slots.append(_slot(layout, row, span.start))
+            visible.append(layout.local_len(row.shard, end))
+        else:
+            slots.extend(span_slots(row, span, layout).tolist())
+            visible.extend(layout.local_lens_at(row.shard, np.arange(span.start + 1, end + 1)).tolist())
+        attended.append(
+            AttentionRow(
+                q_start=q_start,
+                q_len=span.count,
+                block_table=row.block_table,
+                local_len=visible[-1],
+                first_visible=visible[q_start],
+            )
+        )
+    return AttentionBatch(
+        rows=tuple(attended),
+        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        visible=torch.tensor(visible, dtype=torch.int64, device=device),
+    )
+
+
+def span_slots(row: KvRow, span: Span, layout: Layout) -> NDArray[np.int64]:
+    """[count] slot of each token of the span, −1 where another shard owns it."""
+    return layout.slots(row.shard, row.block_table.numpy(), np.arange(span.start, span.start + span.count))
+
+
+def _slot(layout: Layout, row: KvRow, position: int) -> int:
+    if layout.owner(position) != row.shard:
+        return NOT_MINE
+    block = int(row.block_table[layout.block_column(position)])
+    return block * layout.block_size + layout.block_offset(position)

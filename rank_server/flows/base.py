@@ -1,0 +1,20 @@
+"""How a step's rows meet the keys."""
+
+from typing import Protocol
+
+from torch import Tensor
+
+
+class Flow(Protocol):
+    """One step's way from this rank's new queries, keys and values to its attention output.
+
+    Made anew for each step from the plan and the rank's place. All ranks of a set run the same collectives, however many rows
+    each of them computes.
+    """
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """q [T, hq, D], k and v [T, hk, D] of the T tokens that this rank computes → [T, hq, D] in q's dtype.
+
+        Afterwards the keys and values of all the step's tokens are in the caches that hold them.
+        """
+        ...

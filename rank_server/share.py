@@ -1,0 +1,28 @@
+"""Which tokens of a step one replica computes, and for which of them it answers."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rank_server.attention.rows import KvRow, Span, whole
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One replica's part of a step. The TP members of a replica have the same one."""
+
+    spans: tuple[Span, ...]
+    """What it computes, in the order of its flat batch."""
+    answered: tuple[tuple[Span, ...], ...]
+    """Per replica, the spans whose draws and prompt scores it reports: the same on all ranks, each token in one of them."""
+    replica: int
+
+    @property
+    def answers(self) -> bool:
+        """Whether the replica reports anything of what it computes."""
+        return len(self.answered[self.replica]) > 0
+
+
+def replicated(rows: Sequence[KvRow], replicas: int, replica: int) -> Share:
+    """Every replica computes all rows, the first one answers."""
+    spans = whole(rows)
+    return Share(spans, (spans, *((),) * (replicas - 1)), replica)
