@@ -93,15 +93,24 @@ class Layout:
         period = self.num_shards * i
         return lengths // period * i + np.clip(lengths % period - shard * i, 0, i)
 
+    def owners(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`owner` of an array of positions; same shape as the input."""
+        return positions // self.interleave % self.num_shards
+
+    def local_indices(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """`local_index` of an array of positions; same shape as the input."""
+        i = self.interleave
+        return positions // (self.num_shards * i) * i + positions % i
+
     def slots(self, shard: int, block_table: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Slots (block_id·B + offset) of the positions on shard r, −1 where r is not the owner.
 
         block_table: [columns] block ids of this shard; positions: [T], a negative one is padding and nobody's; returns [T].
         A position of the shard that lies beyond the table raises `LayoutError`.
         """
-        i, b = self.interleave, self.block_size
-        mine = (positions >= 0) & (positions // i % self.num_shards == shard)
-        local = positions // (self.num_shards * i) * i + positions % i
+        b = self.block_size
+        mine = (positions >= 0) & (self.owners(positions) == shard)
+        local = self.local_indices(positions)
         column = np.where(mine, local // b, 0)
         if not mine.any():
             return np.full(positions.shape, NOT_MINE, dtype=np.int64)

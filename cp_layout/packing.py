@@ -1,0 +1,68 @@
+"""How the bytes of one link of a transfer are cut into messages.
+
+A *plane* is one layer's K, V or latent cache; a *row* is one token of one plane, the bytes of the link's heads. The rows of a
+link stand plane by plane, in each plane token by token in the order of the link's runs. A message is a stretch of rows, and
+all but the last have the same number of them: so a message's index alone says which planes and tokens are in it.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cp_layout.errors import LayoutError
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Messages of one link. All sizes at least 1, or `LayoutError`; a row larger than `message_bytes` travels alone."""
+
+    planes: int
+    tokens: int
+    row_bytes: int
+    message_bytes: int
+
+    def __post_init__(self) -> None:
+        if min(self.planes, self.tokens, self.row_bytes, self.message_bytes) < 1:
+            raise LayoutError(
+                f"{self.planes} planes of {self.tokens} tokens, {self.row_bytes} bytes each, in messages of "
+                f"{self.message_bytes} bytes: every size must be at least 1"
+            )
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the link."""
+        return self.planes * self.tokens
+
+    @property
+    def total_bytes(self) -> int:
+        """Payload of all messages."""
+        return self.num_rows * self.row_bytes
+
+    @property
+    def rows_per_message(self) -> int:
+        """Rows of every message but the last."""
+        return min(max(1, self.message_bytes // self.row_bytes), self.num_rows)
+
+    @property
+    def num_messages(self) -> int:
+        """Messages of the link: ceil(bytes / message_bytes) where rows fill messages exactly."""
+        return -(-self.num_rows // self.rows_per_message)
+
+    def rows(self, message: int) -> range:
+        """Rows of a message; `LayoutError` when there is no such message."""
+        if not 0 <= message < self.num_messages:
+            raise LayoutError(f"message {message} is not one of {self.num_messages}")
+        size = self.rows_per_message
+        return range(message * size, min((message + 1) * size, self.num_rows))
+
+    def places(self, message: int, slots: NDArray[np.int64], slots_per_plane: int) -> NDArray[np.int64]:
+        """[rows of the message] places plane·slots_per_plane + slot in a pool whose planes follow one another.
+
+        slots: [tokens] slots of the link's tokens on the side that asks, in run order.
+        """
+        if len(slots) != self.tokens:
+            raise LayoutError(f"{len(slots)} slots for {self.tokens} tokens")
+        rows = self.rows(message)
+        plane, token = np.divmod(np.arange(rows.start, rows.stop), self.tokens)
+        return plane * slots_per_plane + slots[token]

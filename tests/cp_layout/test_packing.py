@@ -1,0 +1,36 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cp_layout.errors import LayoutError
+from cp_layout.packing import Packing
+
+SIZES = st.integers(1, 40)
+
+
+@given(SIZES, SIZES, SIZES, st.integers(1, 2000))
+def test_messages_cover_every_row_once_in_order(planes: int, tokens: int, row: int, message: int) -> None:
+    packing = Packing(planes, tokens, row, message)
+    rows = [packing.rows(index) for index in range(packing.num_messages)]
+    assert [row for part in rows for row in part] == list(range(planes * tokens))
+    assert {len(part) for part in rows[:-1]} <= {packing.rows_per_message}
+    assert all(len(part) * row <= max(message, row) for part in rows)
+    if message % row == 0:
+        assert packing.num_messages == -(-packing.total_bytes // message)
+
+
+def test_places_are_plane_by_plane() -> None:
+    packing = Packing(planes=2, tokens=3, row_bytes=4, message_bytes=8)
+    slots = np.array([5, 9, 7])
+    places = [packing.places(index, slots, 100).tolist() for index in range(packing.num_messages)]
+    assert places == [[5, 9], [7, 105], [109, 107]]
+
+
+def test_refusals() -> None:
+    with pytest.raises(LayoutError, match="every size must be at least 1"):
+        Packing(1, 0, 4, 8)
+    with pytest.raises(LayoutError, match="message 3 is not one of 3"):
+        Packing(2, 3, 4, 8).rows(3)
+    with pytest.raises(LayoutError, match="2 slots for 3 tokens"):
+        Packing(2, 3, 4, 8).places(0, np.arange(2), 100)
