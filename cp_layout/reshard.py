@@ -14,6 +14,7 @@ shard lies; they move no token between shards.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -201,7 +202,7 @@ def token_runs(source: Layout, target: Layout, start: int, end: int) -> dict[tup
     src, dst, pair, count = src[heads], dst[heads], pair[heads], np.add.reduceat(count, heads)
     bounds = [0, *(np.flatnonzero(np.diff(pair)) + 1).tolist(), len(pair)]
     found = {}
-    for low, high in zip(bounds[:-1], bounds[1:], strict=True):
+    for low, high in pairwise(bounds):
         at = slice(low, high)
         found[divmod(int(pair[low]), target.num_shards)] = Runs(
             src_column=src[at] // source.block_size,
