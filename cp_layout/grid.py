@@ -84,20 +84,38 @@ class Grid:
         d = self.dcp_in_tp
         return [group[i : i + d] for group in self.tp_groups() for i in range(0, self.tp, d)]
 
-    def named_groups(self) -> dict[str, tuple[int, ...]]:
-        """All TP, Q and DCP groups, those of one rank included, by name: `tp:K`, `q:K`, `dcp:K`; ranks in group order.
+    def wide_groups(self) -> list[list[int]]:
+        """All ranks of a DP index as one group, PCP fastest, then TP: member t·pcp + p cuts what TP member t holds further."""
+        return [[self.rank(d, p, t) for t in range(self.tp) for p in range(self.pcp)] for d in range(self.dp)]
 
-        K counts over the whole grid. Who opens groups opens them in this order.
+    def named_groups(self) -> dict[str, tuple[int, ...]]:
+        """All groups by name, those of one rank included: `tp:K`, `q:K`, `dcp:K`, `pcp:K`, `wide:K`; ranks in group order.
+
+        K counts over the whole grid. A PCP or wide group that another group equals, member by member, goes by that one's name
+        alone. Who opens groups opens them in this order.
         """
-        kinds = {"tp": self.tp_groups(), "q": self.q_groups(), "dcp": self.dcp_groups()}
-        return {f"{kind}:{k}": tuple(ranks) for kind, groups in kinds.items() for k, ranks in enumerate(groups)}
+        named: dict[str, tuple[int, ...]] = {}
+        for kind, groups in self._groups_by_kind().items():
+            taken = set(named.values()) if kind in ("pcp", "wide") else set()
+            named |= {f"{kind}:{k}": tuple(ranks) for k, ranks in enumerate(groups) if tuple(ranks) not in taken}
+        return named
 
     def group_name(self, kind: str, rank: int) -> str:
-        """Name of the group of a kind (`tp`, `q` or `dcp`) that the rank is in; `LayoutError` when there is none."""
-        for name, ranks in self.named_groups().items():
-            if name.startswith(f"{kind}:") and rank in ranks:
-                return name
-        raise LayoutError(f"rank {rank} is in no {kind} group")
+        """Name of the group of a kind (`tp`, `q`, `dcp`, `pcp`, `wide`) the rank is in; `LayoutError` when there is none."""
+        mine = next((tuple(ranks) for ranks in self._groups_by_kind().get(kind, []) if rank in ranks), None)
+        if mine is None:
+            raise LayoutError(f"rank {rank} is in no {kind} group")
+        names = [name for name, ranks in self.named_groups().items() if ranks == mine]
+        return next((name for name in names if name.startswith(f"{kind}:")), names[0])
+
+    def _groups_by_kind(self) -> dict[str, list[list[int]]]:
+        return {
+            "tp": self.tp_groups(),
+            "q": self.q_groups(),
+            "dcp": self.dcp_groups(),
+            "pcp": self.pcp_groups(),
+            "wide": self.wide_groups(),
+        }
 
     def dcp_member(self, rank: int) -> int:
         """Index of the rank in its DCP group: (t mod d)·PCP + p, and 0 when dcp = 1."""

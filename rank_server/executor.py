@@ -188,7 +188,8 @@ class Executor:
 
     def _group(self, kind: str) -> Group:
         place = self.place
-        size = {"tp": place.grid.tp, "q": place.grid.dcp_in_tp, "dcp": place.grid.dcp}[kind]
+        grid = place.grid
+        size = {"tp": grid.tp, "q": grid.dcp_in_tp, "dcp": grid.dcp, "pcp": grid.pcp, "wide": grid.ranks_per_dp}[kind]
         name = place.group_name(kind)
         if size == 1:
             return SoloGroup(name)

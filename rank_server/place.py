@@ -72,7 +72,7 @@ class Place:
         )
 
     def group_name(self, kind: str) -> str:
-        """Name of the rank's group of a kind: "tp", "q" or "dcp"."""
+        """Name of the rank's group of a kind: "tp", "q", "dcp", "pcp" or "wide"."""
         return self.grid.group_name(kind, self.rank)
 
     def taken_over(

@@ -201,21 +201,19 @@ class InprocCluster:
             assert future.result(STEP_DEADLINE_S)[0].max_kv_blocks == self.shape.blocks
         self.everywhere(lambda executor: executor.allocate_pool(self.shape.blocks))
         self.everywhere(lambda executor: executor.pool.fill_nan(range(self.shape.blocks)))
-        for kind, groups in (("tp", self.grid.tp_groups()), ("q", self.grid.q_groups()), ("dcp", self.grid.dcp_groups())):
-            for i, group in enumerate(groups):
-                if len(group) == 1:
-                    continue
-                name = f"{kind}:{i}"
-                first = self.workers[group[0]].submit(0, lambda n=name, g=group: self.executors[g[0]].prepare_group(n, g))
-                bootstrap = first.result(STEP_DEADLINE_S)[0].bootstrap
-                opened = [
-                    self.workers[rank].submit(
-                        0, lambda r=rank, n=name, g=group, b=bootstrap: self.executors[r].open_group(n, g, b, 30.0)
-                    )
-                    for rank in group
-                ]
-                for future in opened:
-                    future.result(STEP_DEADLINE_S)
+        for name, group in self.grid.named_groups().items():
+            if len(group) == 1:
+                continue
+            first = self.workers[group[0]].submit(0, lambda n=name, g=group: self.executors[g[0]].prepare_group(n, g))
+            bootstrap = first.result(STEP_DEADLINE_S)[0].bootstrap
+            opened = [
+                self.workers[rank].submit(
+                    0, lambda r=rank, n=name, g=group, b=bootstrap: self.executors[r].open_group(n, g, b, 30.0)
+                )
+                for rank in group
+            ]
+            for future in opened:
+                future.result(STEP_DEADLINE_S)
 
     def free_blocks(self, member: int) -> set[int]:
         """Blocks of a member that nobody holds and the prefix cache does not name."""

@@ -18,8 +18,9 @@ async def test_groups_of_the_grid_are_opened_and_reported():
         status = await harness.status()
         assert {group.name: list(group.ranks) for group in status.groups} == {
             "tp:0": [0, 1], "tp:1": [2, 3], "q:0": [0, 1], "q:1": [2, 3], "dcp:0": [0, 2, 1, 3],
+            "pcp:0": [0, 2], "pcp:1": [1, 3],
         }  # fmt: skip
-        assert harness.ranks[2].groups == {"tp:1": [2, 3], "q:1": [2, 3], "dcp:0": [0, 2, 1, 3]}
+        assert harness.ranks[2].groups == {"tp:1": [2, 3], "q:1": [2, 3], "dcp:0": [0, 2, 1, 3], "pcp:0": [0, 2]}
         assert status.state == "serving"
 
 

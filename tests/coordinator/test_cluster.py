@@ -13,7 +13,9 @@ def test_members_and_groups_of_a_set_with_dcp_over_pcp_and_tp():
     (only,) = scheduling_sets(Grid(tp=2, pcp=2, dcp=4))
     assert only.ranks == (0, 1, 2, 3)
     assert only.members == (0, 2, 1, 3)
-    assert only.groups == {"tp:0": (0, 1), "tp:1": (2, 3), "q:0": (0, 1), "q:1": (2, 3), "dcp:0": (0, 2, 1, 3)}
+    assert only.groups == {
+        "tp:0": (0, 1), "tp:1": (2, 3), "q:0": (0, 1), "q:1": (2, 3), "dcp:0": (0, 2, 1, 3), "pcp:0": (0, 2), "pcp:1": (1, 3),
+    }  # fmt: skip
 
 
 def test_ranks_with_other_heads_share_a_member():

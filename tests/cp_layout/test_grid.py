@@ -107,7 +107,11 @@ def test_j2_shapes_that_break_a_law_are_refused(sizes: tuple[int, int, int, int]
 
 def test_names_of_groups_count_over_the_whole_grid_in_opening_order() -> None:
     assert Grid(tp=2, pcp=2, dcp=4).named_groups() == {
-        "tp:0": (0, 1), "tp:1": (2, 3), "q:0": (0, 1), "q:1": (2, 3), "dcp:0": (0, 2, 1, 3),
+        "tp:0": (0, 1), "tp:1": (2, 3), "q:0": (0, 1), "q:1": (2, 3), "dcp:0": (0, 2, 1, 3), "pcp:0": (0, 2), "pcp:1": (1, 3),
+    }  # fmt: skip
+    assert Grid(tp=2, pcp=2, dcp=2).named_groups() == {
+        "tp:0": (0, 1), "tp:1": (2, 3), "q:0": (0,), "q:1": (1,), "q:2": (2,), "q:3": (3,),
+        "dcp:0": (0, 2), "dcp:1": (1, 3), "wide:0": (0, 2, 1, 3),
     }  # fmt: skip
     assert list(Grid(dp=2).named_groups()) == ["tp:0", "tp:1", "q:0", "q:1", "dcp:0", "dcp:1"]
 
@@ -120,9 +124,25 @@ def test_each_rank_is_in_one_group_of_each_kind(grid: Grid) -> None:
             name = grid.group_name(kind, rank)
             assert name.startswith(f"{kind}:") and rank in named[name]
             assert [other for other, ranks in named.items() if other.startswith(f"{kind}:") and rank in ranks] == [name]
+        for kind, groups in (("pcp", grid.pcp_groups()), ("wide", grid.wide_groups())):
+            assert [list(named[grid.group_name(kind, rank)])] == [group for group in groups if rank in group]
+
+
+@pytest.mark.parametrize("grid", every_grid(), ids=str)
+def test_no_group_is_opened_once_more_for_the_pcp_axis(grid: Grid) -> None:
+    named = grid.named_groups()
+    for name, ranks in named.items():
+        if name.startswith(("pcp", "wide")):
+            assert [other for other, same in named.items() if same == ranks] == [name]
+
+
+def test_the_wide_group_cuts_what_a_tp_member_holds_further() -> None:
+    grid = Grid(tp=2, pcp=3, dcp=1, dp=2)
+    for group in grid.wide_groups():
+        assert [grid.coords(rank).tp * 3 + grid.coords(rank).pcp for rank in group] == list(range(6))
 
 
 def test_a_rank_or_kind_that_is_not_there_has_no_group() -> None:
-    for kind, rank in (("tp", 4), ("pcp", 0)):
+    for kind, rank in (("tp", 4), ("wide", 4), ("ep", 0)):
         with pytest.raises(LayoutError, match=f"rank {rank} is in no {kind} group"):
             Grid(tp=2, pcp=2).group_name(kind, rank)
