@@ -1,12 +1,19 @@
-"""Seeded models, built once per run."""
+"""Seeded models, built once per run; processes under test hear SIGINT however the run itself was started."""
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.tiny_models import build_tiny_model
+
+
+def pytest_configure() -> None:
+    """A shell starts its background jobs with SIGINT ignored, and what is ignored stays so in every process below."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
