@@ -134,13 +134,14 @@ class KvBlocks:
         """Blocks in each of the request's tables."""
         return [len(table) for table in self._sequences[request.handle].tables]
 
-    def register(self, request: Request) -> None:
-        """Offers the units that are full of computed tokens, and have not been offered yet, to the prefix cache.
+    def register(self, request: Request, num_tokens: int) -> None:
+        """Offers the units of the first `num_tokens` ≤ `num_computed` tokens that are full, and have not been offered yet, to
+        the prefix cache.
 
         A unit that is already cached under the same offset is not cached twice: this request's copy stays its own.
         """
         sequence = self._sequences[request.handle]
-        full = request.num_computed // self._unit_tokens
+        full = num_tokens // self._unit_tokens
         if full <= sequence.num_registered:
             return
         for digest in self._chain(request, full, sequence.num_registered):

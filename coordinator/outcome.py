@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from coordinator.faults import BadAnswer
 from coordinator.lane import Lane
-from coordinator.plan import ScheduledStep
+from coordinator.plan import Row, ScheduledStep
 from cp_wire.pb import common_pb2, rank_pb2
 
 
@@ -30,7 +30,7 @@ def put_together(
     sampled: dict[int, int] = {}
     failed: dict[int, str] = {}
     logprobs: dict[int, common_pb2.PositionLogprobs] = {}
-    scores: dict[int, Sequence[common_pb2.PositionLogprobs]] = {}
+    scores: dict[int, dict[int, common_pb2.PositionLogprobs]] = {}
     for lane, response in zip(lanes, responses, strict=True):
         if response.step.ticket != ticket:
             raise BadAnswer(lane.rank, f"the result of step {ticket} says step {response.step.ticket}")
@@ -42,12 +42,26 @@ def put_together(
                 raise BadAnswer(lane.rank, f"step {ticket} was sampled twice with different tokens")
             if token.HasField("logprobs"):
                 logprobs[token.handle] = token.logprobs
-        scores.update((each.handle, each.positions) for each in response.step.scores)
+        for each in response.step.scores:
+            scored = scores.setdefault(each.handle, {})
+            for position, of_position in enumerate(each.positions, start=each.start):
+                if position in scored:
+                    raise BadAnswer(lane.rank, f"step {ticket} scored position {position} of a prompt twice")
+                scored[position] = of_position
     rows = {row.handle: row for row in step.rows}
     drawing = {handle for handle, row in rows.items() if row.sample}
     if not (sampled.keys() <= drawing <= sampled.keys() | failed.keys() <= rows.keys()):
         raise BadAnswer(lanes[0].rank, f"step {ticket} wanted {len(drawing)} draws and got {len(sampled) + len(failed)} others")
-    asked = {handle: len(row.score_token_ids) for handle, row in rows.items() if row.score_token_ids and handle not in failed}
-    if asked != {handle: len(positions) for handle, positions in scores.items()}:
-        raise BadAnswer(lanes[0].rank, f"step {ticket} wanted {sum(asked.values())} prompt scores and got others")
-    return Outcome(sampled, failed, logprobs, scores, max(response.worker_us for response in responses) / 1e6)
+    # One rank may fail a row that another one has drawn for, or scored in part.
+    sampled = {handle: token for handle, token in sampled.items() if handle not in failed}
+    in_order = {handle: dict(sorted(scored.items())) for handle, scored in scores.items() if handle not in failed}
+    asked = {handle: _scored_positions(row) for handle, row in rows.items() if row.score_token_ids and handle not in failed}
+    if {handle: list(positions) for handle, positions in in_order.items()} != asked:
+        wanted = sum(map(len, asked.values()))
+        raise BadAnswer(lanes[0].rank, f"step {ticket} wanted {wanted} prompt scores and got others")
+    of_prompts = {handle: list(positions.values()) for handle, positions in in_order.items()}
+    return Outcome(sampled, failed, logprobs, of_prompts, max(response.worker_us for response in responses) / 1e6)
+
+
+def _scored_positions(row: Row) -> list[int]:
+    return list(range(row.score_start, row.score_start + len(row.score_token_ids)))

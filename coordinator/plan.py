@@ -66,6 +66,10 @@ class Admission:
     shard_offset: int
     num_cached_tokens: int
     num_prompt_tokens: int
+    owner: int
+    """Replica, by its place on the PCP axis, where the decode rows run in steps of OWNER."""
+    num_prefill_tokens: int
+    """Tokens known at this admission: rows that start here or later are decode rows."""
     cached_token_ids: tuple[int, ...] = ()
     """The cached tokens, for requests whose draws count tokens: no row will carry them."""
 

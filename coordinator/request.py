@@ -94,6 +94,12 @@ class Request:
     error: str | None = None
     shard_offset: int = 0
     """Shard r lies on member (r + shard_offset) mod N; chosen at each admission."""
+    owner: int = 0
+    """Replica that computes its decode rows when rows are dealt out; chosen at each admission."""
+    num_prefill_tokens: int = 0
+    """`num_known` at its last admission."""
+    is_bound: bool = False
+    """Some of its KV lies with its owner alone (see `coordinator.owners`)."""
     leader: "Request | None" = None
     """Another completion of the same prompt, which computes it: this one waits to find it in the prefix cache."""
     num_scored: int = 1

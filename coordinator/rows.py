@@ -14,6 +14,8 @@ def admission_of(request: Request, placement: Placement) -> Admission:
         shard_offset=placement.shard_offset,
         num_cached_tokens=cached,
         num_prompt_tokens=len(request.prompt),
+        owner=request.owner,
+        num_prefill_tokens=request.num_prefill_tokens,
         cached_token_ids=request.known(0, cached) if request.sampling.counts_tokens else (),
     )
 

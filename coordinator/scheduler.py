@@ -8,8 +8,10 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
+from coordinator.choice import Replicas, choose, facts_of
 from coordinator.kv_blocks import KvBlocks, Placement
-from coordinator.plan import NOTHING_CHOSEN, Admission, DecodeMode, Gather, Row, ScheduledStep
+from coordinator.owners import Owners
+from coordinator.plan import Admission, Row, ScheduledStep
 from coordinator.request import Event, Request, State
 from coordinator.rows import admission_of, finish_reason, row_of
 from coordinator.scheduler_types import Progress, QueueFull, SchedulerConfig, SchedulerStats, StepOrderError
@@ -29,7 +31,14 @@ class Scheduler:
     identity: digest of what makes cached KV comparable (`cp_layout.blocks.cache_identity`).
     """
 
-    def __init__(self, config: SchedulerConfig, layout: Layout, blocks_per_member: int, identity: bytes) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        layout: Layout,
+        blocks_per_member: int,
+        identity: bytes,
+        replicas: Replicas = Replicas(),  # noqa: B008 - frozen
+    ) -> None:
         self._config = config
         self._layout = layout
         self._blocks_per_member = blocks_per_member
@@ -40,6 +49,8 @@ class Scheduler:
         self._in_flight: ScheduledStep | None = None
         self._stuck_head: int | None = None
         self._stats = SchedulerStats()
+        self._replicas = replicas
+        self._owners = Owners(replicas)
 
     @property
     def running(self) -> int:
@@ -118,6 +129,7 @@ class Scheduler:
         self._in_flight = None
         self._stuck_head = None
         self._kv.clear()
+        self._owners.clear()
         return [request.handle for request in ended]
 
     def schedule(self) -> ScheduledStep | None:
@@ -136,13 +148,15 @@ class Scheduler:
             self._admit_waiting(budget, rows, admissions)
         if not rows and not self._released:
             return None
+        choice = choose(facts_of(rows, self._running), self._replicas)
+        self._owners.bind(choice, rows, self._running)
         step = ScheduledStep(
             released=tuple(self._released),
             admitted=tuple(admissions),
             rows=tuple(rows),
-            decode_mode=DecodeMode.REPLICATED,
-            gather=Gather.NONE,
-            cost_version=NOTHING_CHOSEN,
+            decode_mode=choice.decode_mode,
+            gather=choice.gather,
+            cost_version=choice.cost_version,
         )
         self._released.clear()
         self._in_flight = step
@@ -236,6 +250,7 @@ class Scheduler:
         request.apply(Event.ADMIT)
         request.shard_offset = placement.shard_offset
         request.num_computed = placement.num_cached_tokens
+        self._owners.admit(request)
         self._kv.admit(request, placement)
         self._running[request.handle] = request
         if not request.was_admitted:
@@ -252,7 +267,7 @@ class Scheduler:
         before = request.num_recomputed
         request.advance(row.start + len(row.token_ids))
         self._stats.recomputed_tokens += request.num_recomputed - before
-        self._kv.register(request)
+        self._kv.register(request, self._owners.num_shared(request))
         if row.score_token_ids:
             request.num_scored = row.score_start + len(row.score_token_ids)
         if request.state is State.ENDING:
@@ -283,6 +298,7 @@ class Scheduler:
     def _give_back(self, request: Request) -> None:
         """Takes seat and blocks away; the ranks hear of it with the next step. A queue that was stuck may move again."""
         del self._running[request.handle]
+        self._owners.release(request)
         self._kv.release(request)
         self._released.append(request.handle)
         self._stuck_head = None

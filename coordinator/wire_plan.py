@@ -20,6 +20,8 @@ def to_step_plan(step: ScheduledStep, ticket: int, timeout_ms: int) -> rank_pb2.
                 shard_offset=admission.shard_offset,
                 num_cached_tokens=admission.num_cached_tokens,
                 num_prompt_tokens=admission.num_prompt_tokens,
+                owner=admission.owner,
+                num_prefill_tokens=admission.num_prefill_tokens,
                 cached_token_ids=admission.cached_token_ids,
             )
             for admission in step.admitted

@@ -280,7 +280,8 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         place = self._grid.coords(self.rank)
         if row.score_token_ids and place.pcp == place.tp == 0:
             positions = [common_pb2.PositionLogprobs(sampled=-float(token)) for token in row.score_token_ids]
-            result.scores.add(handle=row.handle, positions=positions[self.drop_scores :])
+            kept = positions[self.drop_scores :]
+            result.scores.add(handle=row.handle, start=row.score_start + self.drop_scores, positions=kept)
         if row.sample and place.pcp == place.tp == 0:
             drawn = result.sampled.add(handle=row.handle, token_id=next_token(sequence.tokens))
             drawn.error = self.fail_rows.pop(row.handle, "")

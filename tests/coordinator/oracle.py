@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from coordinator.plan import Sampling, ScheduledStep
+from coordinator.choice import Replicas
+from coordinator.plan import DecodeMode, Sampling, ScheduledStep
 from coordinator.request import Request
 from coordinator.scheduler import Progress, Scheduler, SchedulerConfig
 from cp_layout.interleave import Layout
@@ -50,17 +51,23 @@ class _Sequence:
     num_computed: int
     tables: list[list[int]]
     num_cached: int
+    owner: int
+    num_prefill_tokens: int
     fresh: bool = True
 
 
 class FakeRanks:
     """All members of one scheduling set. Every rule a rank relies on is an assertion."""
 
-    def __init__(self, layout: Layout, blocks_per_member: int) -> None:
+    def __init__(self, layout: Layout, blocks_per_member: int, replicas: Replicas) -> None:
         self.layout = layout
         self.blocks_per_member = blocks_per_member
+        self.replicas = replicas
+        self.copies = range(replicas.pcp if replicas.dcp == 1 else 1)
+        """Pools that hold the same block ids of a member, one per replica when the KV is not cut over them."""
         self.sequences: dict[int, _Sequence] = {}
-        self.memory: dict[tuple[int, int], list[int | None]] = {}
+        self.memory: dict[tuple[int, int, int], list[int | None]] = {}
+        """By copy, member and block."""
         self.scored: dict[int, int] = {}
         """Per handle, the first prompt position that is still to be scored."""
 
@@ -82,17 +89,30 @@ class FakeRanks:
             request = requests[admission.handle]
             assert admission.num_prompt_tokens == len(request.prompt)
             assert admission.cached_token_ids == (request.known(0, cached) if request.sampling.counts_tokens else ())
-            self.sequences[admission.handle] = _Sequence(admission.sampling, admission.shard_offset, cached, tables, cached)
+            assert admission.num_prefill_tokens == request.num_known > cached
+            running = [sequence.owner for sequence in self.sequences.values()]
+            assert admission.owner == min(range(self.replicas.pcp), key=running.count), "somebody else has fewer requests"
+            self.sequences[admission.handle] = _Sequence(
+                admission.sampling,
+                admission.shard_offset,
+                cached,
+                tables,
+                cached,
+                admission.owner,
+                admission.num_prefill_tokens,
+            )
         handles = [row.handle for row in step.rows]
         assert len(set(handles)) == len(handles), "two rows of one request"
         assert {admission.handle for admission in step.admitted} <= set(handles), "admitted without a row"
-        return dict(each for row in step.rows for each in self._run_row(row, requests[row.handle]))
+        assert step.decode_mode in self.replicas.ways
+        mode = step.decode_mode
+        return dict(each for row in step.rows for each in self._run_row(row, requests[row.handle], mode))
 
     def held(self, member: int) -> list[int]:
         """Entries of all block tables of the member."""
         return [block for sequence in self.sequences.values() for block in sequence.tables[member]]
 
-    def _run_row(self, row, request: Request):
+    def _run_row(self, row, request: Request, mode: DecodeMode):
         sequence = self.sequences[row.handle]
         history = request.prompt + request.output
         end = row.start + len(row.token_ids)
@@ -107,17 +127,21 @@ class FakeRanks:
         for member, table in enumerate(sequence.tables):
             shard = self.layout.shard_on(member, sequence.offset)
             assert len(table) == self.layout.blocks_needed(shard, end), "a block too many or too few"
+        decodes = row.start >= sequence.num_prefill_tokens
+        alone = mode is DecodeMode.OWNER and decodes and len(self.copies) > 1
+        assert not (mode is DecodeMode.SPLIT and not decodes), "a prefill row is split"
         kv = 0
         for position, token in enumerate(history[:end]):
             kv = extend(kv, token)
             member, block, offset = self._slot(sequence, position)
-            content = self.memory[member, block]
-            if position < row.start:
-                assert content[offset] == kv, f"position {position} of request {row.handle} does not hold its tokens"
-            else:
-                assert self.held(member).count(block) == 1, "a shared block is written"
-                assert content[offset] is None, "a slot is written twice"
-                content[offset] = kv
+            for copy in [sequence.owner] if alone else self.copies:
+                content = self.memory[copy, member, block]
+                if position < row.start:
+                    assert content[offset] == kv, f"position {position} of request {row.handle} does not hold its tokens"
+                else:
+                    assert self.held(member).count(block) == 1, "a shared block is written"
+                    assert content[offset] is None, "a slot is written twice"
+                    content[offset] = kv
         sequence.num_computed = end
         return [(row.handle, draw(kv, sequence.sampling, row.ban_stop))] if row.sample else []
 
@@ -142,7 +166,7 @@ class FakeRanks:
                 assert 0 <= block < self.blocks_per_member
                 if index >= cached:
                     assert block not in self.held(member), "a block in use is handed out"
-                    self.memory[member, block] = [None] * self.layout.block_size
+                    self.memory.update({(copy, member, block): [None] * self.layout.block_size for copy in self.copies})
                 sequence.tables[member].append(block)
         sequence.fresh = False
 
@@ -160,6 +184,7 @@ class Cluster:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 64
     max_waiting: int = 1000
+    replicas: Replicas = Replicas()  # noqa: RUF009 - frozen
     requests: dict[int, Request] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
@@ -167,8 +192,8 @@ class Cluster:
 
     def __post_init__(self) -> None:
         config = SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting)
-        self.scheduler = Scheduler(config, self.layout, self.blocks_per_member, b"identity")
-        self.ranks = FakeRanks(self.layout, self.blocks_per_member)
+        self.scheduler = Scheduler(config, self.layout, self.blocks_per_member, b"identity", self.replicas)
+        self.ranks = FakeRanks(self.layout, self.blocks_per_member, self.replicas)
         self.sampled: dict[int, int] = {}
 
     def add(

@@ -39,7 +39,7 @@ class Blocks:
         after = self.kv.free_blocks
         assert tuple(b - a for b, a in zip(before, after, strict=True)) == placement.free_needed
         request.num_computed = len(prompt)
-        self.kv.register(request)
+        self.kv.register(request, request.num_computed)
         return request, placement.num_cached_tokens
 
     def stop(self, request: Request) -> None:

@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.plan import ScheduledStep
+from coordinator.choice import Replicas
+from coordinator.plan import DecodeMode, ScheduledStep
 from coordinator.request import State
 from cp_layout.capacity import fits_ever
 from cp_layout.interleave import Layout
@@ -29,9 +30,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         blocks=st.integers(2, 12),
         seats=st.integers(1, 5),
         budget=st.one_of(st.integers(1, 4), st.integers(1, 40)),
+        pcp=st.integers(1, 4),
+        ways=st.sampled_from([{DecodeMode.OWNER}, {DecodeMode.OWNER, DecodeMode.SPLIT}, {DecodeMode.SPLIT}, set()]),
     )
-    def start(self, shape: tuple[int, int, int], blocks: int, seats: int, budget: int) -> None:
-        self.cluster = Cluster(Layout(*shape), blocks, max_num_seqs=seats, max_num_batched_tokens=budget)
+    def start(self, shape: tuple[int, int, int], blocks: int, seats: int, budget: int, pcp: int, ways: set[DecodeMode]) -> None:
+        shards = shape[0]
+        replicas = Replicas(
+            pcp=pcp if shards == 1 or shards % pcp == 0 else 1, dcp=shards, ways=frozenset({DecodeMode.REPLICATED, *ways})
+        )
+        self.cluster = Cluster(Layout(*shape), blocks, max_num_seqs=seats, max_num_batched_tokens=budget, replicas=replicas)
 
     @rule(
         length=st.integers(1, 40),
