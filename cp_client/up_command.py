@@ -6,12 +6,13 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAc
 from pathlib import Path
 
 from cp_client.default_model import ModelFetchError, default_model_path
+from cp_client.devices import local_device
 from cp_client.exit_status import DONE, FAILED, REFUSED
 from cp_client.launcher import REGISTER_S, Cluster, ClusterFailed, ClusterSpec, run_cluster
 from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_wire import process
-from cp_wire.effective import check_device, settle
+from cp_wire.effective import settle
 from cp_wire.errors import ConfigRefused
 from cp_wire.flags import SIZES, add_cluster_flags, cluster_argv, cluster_config_from, integer, threads_per_rank
 from cp_wire.host import host_identity, local_host
@@ -94,13 +95,14 @@ def cluster_spec(args: Namespace) -> ClusterSpec:
     grid = Grid(tp=args.tp, pcp=args.pcp, dcp=args.dcp, dp=args.dp)
     if grid.world_size > MAX_RANKS:
         raise LayoutError(f"{grid.world_size} ranks (dp·pcp·tp) are more than one host starts, {MAX_RANKS}")
-    check_device(args.device)
+    args.device = local_device(args.device, grid.world_size)
     shape = open_model(model).shape
     config = settle(cluster_config_from(args), shape)
-    bytes_per_block = shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
-    max_kv_blocks(config, bytes_per_block, available_bytes(), grid.world_size)
-    if args.collectives == "auto" and host_identity():
-        args.collectives = "shm"  # all ranks run here, as children of one process
+    if config.device == "cpu":
+        bytes_per_block = shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
+        max_kv_blocks(config, bytes_per_block, available_bytes(), grid.world_size)
+        if args.collectives == "auto" and host_identity():
+            args.collectives = "shm"  # all ranks run here, as children of one process
     threads = threads_per_rank(args.threads_per_rank, grid.world_size)
     common = ("--model", os.fspath(model), "--exit-with-stdin")
     # Everybody may be let in at the coordinator's door; the ranks talk to one another at an address they can dial.

@@ -11,11 +11,11 @@ from cp_wire.errors import ConfigRefused
 from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2
 
-AUTO_COLLECTIVES = "gloo"
-"""What works wherever the ranks are. A launcher that puts all of them on one host asks for shm by name."""
+AUTO_DEVICE = "cpu"
+"""What every host has. A launcher that finds GPUs where its ranks will run asks for cuda by name."""
 
-DEVICES = ("auto", "cpu")
-"""What ranks compute on here."""
+AUTO_COLLECTIVES = {"cpu": "gloo", "cuda": "nccl"}
+"""By device, what works wherever the ranks are. A launcher that puts all of them on one host asks for shm by name."""
 
 
 def grid_of(config: common_pb2.ClusterConfig) -> Grid:
@@ -38,7 +38,12 @@ def settle(asked: common_pb2.ClusterConfig, shape: ModelShape) -> common_pb2.Clu
     config.interleave = asked.interleave or asked.block_size
     config.dtype = shape.dtype if asked.dtype in ("", "auto") else asked.dtype
     config.kv_cache_dtype = config.dtype if asked.kv_cache_dtype in ("", "auto") else asked.kv_cache_dtype
-    config.collectives = AUTO_COLLECTIVES if asked.collectives in ("", "auto") else asked.collectives
+    config.device = AUTO_DEVICE if asked.device in ("", "auto") else asked.device
+    if config.device not in AUTO_COLLECTIVES:
+        raise ConfigRefused(f"device {config.device} is not one of {', '.join(AUTO_COLLECTIVES)}")
+    config.collectives = AUTO_COLLECTIVES[config.device] if asked.collectives in ("", "auto") else asked.collectives
+    if (config.collectives == "nccl") != (config.device == "cuda"):
+        raise ConfigRefused(f"collectives {config.collectives} can't exchange tensors of device {config.device}")
     config.max_model_len = asked.max_model_len or shape.max_position
     config.protocol_version = PROTOCOL_VERSION
     if config.max_model_len > shape.max_position:
@@ -57,9 +62,3 @@ def settle(asked: common_pb2.ClusterConfig, shape: ModelShape) -> common_pb2.Clu
         kv_tokens_per_rank=config.kv_cache_tokens_per_rank or None,
     )
     return config
-
-
-def check_device(device: str) -> None:
-    """Refuses a device that no rank can compute on; raises ConfigRefused."""
-    if device not in DEVICES:
-        raise ConfigRefused(f"device {device} is not supported, only cpu")

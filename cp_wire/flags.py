@@ -9,7 +9,7 @@ from cp_wire.pb import common_pb2
 
 DTYPES = ("auto", *DTYPE_BYTES)
 DEVICES = ("auto", "cpu", "cuda")
-COLLECTIVES = ("auto", "gloo", "shm")
+COLLECTIVES = ("auto", "gloo", "shm", "nccl")
 MERGES = {"a2a": common_pb2.MERGE_A2A, "ag_rs": common_pb2.MERGE_AG_RS}
 BATCHED_TOKENS = {"auto": 512, "cpu": 512, "cuda": 8192}
 """Default token budget of a step, by device."""
@@ -111,10 +111,13 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         "--collectives",
         choices=COLLECTIVES,
         default="auto",
-        help="how ranks exchange tensors: gloo over TCP, shm through the memory of one host (default: gloo; kvloom up: shm)",
+        help="how ranks exchange tensors: gloo over TCP, shm through the memory of one host, nccl between GPUs "
+        "(default: gloo, kvloom up: shm; with --device cuda: nccl)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="auto", help="default: the checkpoint's (bfloat16 for GGUF)")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: auto")
+    parser.add_argument(
+        "--device", choices=DEVICES, default="auto", help="default: auto = cpu; kvloom up: cuda where every rank can have a GPU"
+    )
     parser.add_argument("--threads-per-rank", type=integer(1), default=0, metavar="T", help="default: CPUs ÷ ranks on the host")
     parser.add_argument(
         "--seed",
@@ -144,6 +147,7 @@ def cluster_config_from(args: argparse.Namespace) -> common_pb2.ClusterConfig:
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
         collectives=args.collectives,
+        device=args.device,
         kv_cache_tokens_per_rank=args.kv_cache_tokens_per_rank,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
     )

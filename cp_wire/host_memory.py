@@ -24,18 +24,21 @@ def available_bytes(meminfo: Path = Path("/proc/meminfo")) -> int:
     raise PoolRefused(f"{meminfo} does not say MemAvailable")
 
 
-def max_kv_blocks(config: common_pb2.ClusterConfig, bytes_per_block: int, available: int, ranks: int) -> int:
-    """Blocks for the pool: the configured tokens, else the configured bytes, else min(1 GiB, available / 4 / ranks).
+def max_kv_blocks(
+    config: common_pb2.ClusterConfig, bytes_per_block: int, available: int, ranks: int, default_bytes: int | None = None
+) -> int:
+    """Blocks for the pool: the configured tokens, else the configured bytes, else default_bytes.
 
-    available: bytes that `ranks` ranks are about to share. Raises PoolRefused for a pool without a block, and for one that
-    is larger than the share.
+    available: bytes that `ranks` ranks are about to share; default_bytes: min(1 GiB, available / 4 / ranks) unless given.
+    Raises PoolRefused for a pool without a block, and for one that is larger than the share.
     """
     share = available // ranks
     if config.kv_cache_tokens_per_rank:
         blocks = config.kv_cache_tokens_per_rank // config.block_size
         asked = f"{config.kv_cache_tokens_per_rank} tokens"
     else:
-        wanted = config.kv_cache_memory_bytes or min(DEFAULT_POOL_BYTES, share // 4)
+        usual = min(DEFAULT_POOL_BYTES, share // 4) if default_bytes is None else default_bytes
+        wanted = config.kv_cache_memory_bytes or usual
         blocks = wanted // bytes_per_block
         asked = f"{wanted} bytes"
     if blocks < 1:

@@ -9,7 +9,6 @@ import torch
 
 from cp_wire import channels, errors, process
 from cp_wire.command_line import ProcessParser
-from cp_wire.effective import check_device
 from cp_wire.flags import DEVICES, integer, threads_per_rank
 from cp_wire.host import host_identity, is_wildcard
 from cp_wire.identity import PROTOCOL_VERSION, new_instance
@@ -18,6 +17,7 @@ from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc, rank_pb2_grpc
 from cp_wire.serve import Server
 from model_files import ModelRefused, open_model
 from rank_server.collectives.table import backends
+from rank_server.device import check_device
 from rank_server.executor import Executor
 from rank_server.service import RankServicer
 from rank_server.worker import Worker
@@ -37,7 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--host", default="127.0.0.1", help="address to listen on and to reach the other ranks from (default: 127.0.0.1)"
     )
     parser.add_argument("--port", type=integer(0, 65535), default=0, help="0 = the system chooses (default)")
-    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: auto")
+    parser.add_argument("--device", choices=DEVICES, default="auto", help="default: auto = what the coordinator says")
     parser.add_argument("--threads-per-rank", type=integer(1), default=0, help="default: CPUs ÷ ranks on the host")
     parser.add_argument(
         "--ranks-on-host", type=integer(1), default=1, help="ranks that share this host's memory and CPUs (default: 1)"
@@ -48,14 +48,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 async def serve(args: argparse.Namespace) -> int:
     """Runs until the lane closes; the exit status is 0 when it closed after it had been open."""
-    check_device(args.device)
+    if args.device != "auto":
+        check_device(args.device)
     if is_wildcard(args.host):
         raise errors.ConfigRefused(f"a rank needs an address that its peers can reach, not the wildcard {args.host!r}")
     model_files = open_model(args.model)
     torch.set_num_threads(threads_per_rank(args.threads_per_rank, args.ranks_on_host))
     instance = new_instance()
     worker = Worker()
-    executor = Executor(model_files, backends(args.host), worker.touch, args.ranks_on_host)
+    executor = Executor(model_files, backends(args.host), worker.touch, args.ranks_on_host, args.device)
     servicer = RankServicer(executor, worker, args.rank, instance)
     server = Server(args.host, args.port, kind="prompt")
     server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, servicer, "kvloom.v1.RankService")

@@ -12,6 +12,7 @@ from cp_wire.pb import common_pb2, rank_pb2
 from model_files import ModelFiles
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
+from rank_server.device import POOL_SHARE, free_bytes
 from rank_server.draws import answer
 from rank_server.flows.table import Ways, check_way
 from rank_server.kv_pool import KvPool
@@ -29,7 +30,7 @@ class Executor:
     """Model, pool, groups and requests of one rank.
 
     `backends` maps the names of collective backends to implementations; `progress` is called whenever a long command has
-    got further.
+    got further; `device` is the one this rank insists on, `auto` = any that the configuration names.
     """
 
     def __init__(
@@ -38,11 +39,13 @@ class Executor:
         backends: Mapping[str, Callable[[], Backend]],
         progress: Callable[[], None],
         ranks_on_host: int = 1,
+        device: str = "auto",
     ) -> None:
         self._files = model_files
         self._backends = backends
         self._progress = progress
         self._ranks_on_host = ranks_on_host
+        self._device = device
         self._backend: Backend | None = None
         self._place: Place | None = None
         self._weights: Mapping[str, torch.Tensor] = {}
@@ -76,12 +79,13 @@ class Executor:
         """
         if self._place is not None:
             raise ConfigRefused("the rank is configured already")
+        if self._device not in ("auto", config.device):
+            raise ConfigRefused(f"rank {rank} computes on {self._device}, the cluster on {config.device}")
         place = Place.of(config, rank, self._files.shape)
         self._backend = self._open_backend(config.collectives)
-        self._weights = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded)
+        self._weights = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded, place.device)
         self._bytes_per_block = self._files.shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
-        sharers = 1 if pool_is_settled else self._ranks_on_host
-        blocks = max_kv_blocks(config, self._bytes_per_block, available_bytes(), sharers)
+        blocks = self._room(config, place.device, 1 if pool_is_settled else self._ranks_on_host)
         self._place = place
         weights = self._weights.values()
         return rank_pb2.Configured(
@@ -107,7 +111,7 @@ class Executor:
             num_kv_heads=last - first,
             head_dim=shape.head_dim,
             dtype=place.kv_dtype,
-            device=torch.device("cpu"),
+            device=place.device,
         )
         if pool.bytes_per_block != self._bytes_per_block:
             raise PoolRefused(f"a KV block takes {pool.bytes_per_block} bytes, {self._bytes_per_block} were planned")
@@ -162,7 +166,7 @@ class Executor:
         model, ways = self._assemble(pool)
         rows = hold(plan, self._sequences, place.layout, place.member)
         share, flow = ways.of(plan, rows, self._sequences)
-        batch = build(plan, self._sequences, share)
+        batch = build(plan, self._sequences, share, place.device)
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             self._progress()
@@ -177,7 +181,7 @@ class Executor:
         return self.place.tp_index == 0
 
     def _history_of(self, admitted: rank_pb2.AdmittedRequest) -> TokenHistory | None:
-        return keep_history(admitted, self._files.shape.vocab_size, torch.device("cpu"))
+        return keep_history(admitted, self._files.shape.vocab_size, self.place.device)
 
     def _assemble(self, pool: KvPool) -> "tuple[DecoderModel, Ways]":
         if self._model is None or self._ways is None:
@@ -196,6 +200,13 @@ class Executor:
         if name not in self._groups:
             raise PlanRefused(f"group {name} of {size} ranks is not open")
         return self._groups[name]
+
+    def _room(self, config: common_pb2.ClusterConfig, device: torch.device, sharers: int) -> int:
+        """Blocks the pool may have; a GPU is this rank's alone, the host's memory is shared."""
+        if device.type == "cpu":
+            return max_kv_blocks(config, self._bytes_per_block, available_bytes(), sharers)
+        free = free_bytes(device)
+        return max_kv_blocks(config, self._bytes_per_block, free, 1, int(free * POOL_SHARE))
 
     def _loaded(self, done: int, total: int) -> None:
         self.load_fraction = done / total

@@ -13,6 +13,7 @@ from cp_wire.effective import grid_of, layout_of
 from cp_wire.errors import ConfigRefused
 from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2
+from rank_server.device import claim
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
 
@@ -43,6 +44,7 @@ class Place:
     dtype: torch.dtype
     kv_dtype: torch.dtype
     merge: Merge
+    device: torch.device
 
     @classmethod
     def of(cls, config: common_pb2.ClusterConfig, rank: int, shape: ModelShape) -> "Place":
@@ -69,6 +71,7 @@ class Place:
             dtype=DTYPES[config.dtype],
             kv_dtype=DTYPES[config.kv_cache_dtype],
             merge=MERGES[config.merge],
+            device=claim(config.device, rank),
         )
 
     def group_name(self, kind: str) -> str:
@@ -94,6 +97,7 @@ class Place:
             kv_cache_dtype=_name(self.kv_dtype),
             model_hash=model_hash,
             collectives=collectives,
+            device=self.device.type,
             protocol_version=PROTOCOL_VERSION,
             **{name: getattr(asked, name) for name in NOT_OURS},
         )

@@ -110,7 +110,7 @@ def _inverse_cdf(logits: Tensor, peak: float, wanted: RowSampling) -> int:
     # The differences are ≤ 0 and 0 at the peak, so no temperature, however small, can overflow.
     weights = ((logits.double() - peak) / wanted.temperature).exp()
     kept = _kept(logits, weights, wanted)
-    cdf = (weights if kept is None else weights[kept]).cumsum(0)
+    cdf = _running_sum(weights if kept is None else weights[kept])
     # u·total < total = cdf[−1] for every u ≤ 1 − 2^−53, and the first entry above it has a weight > 0.
     place = int(torch.searchsorted(cdf, uniform(wanted.seed, wanted.output_index) * float(cdf[-1]), right=True))
     return place if kept is None else int(kept[place])
@@ -127,10 +127,15 @@ def _kept(logits: Tensor, weights: Tensor, wanted: RowSampling) -> Tensor | None
         return None
     ids = likeliest(logits, limit or _FIRST_CANDIDATES)
     if wanted.top_p < 1:
-        mass = weights[ids].cumsum(0)
+        mass = _running_sum(weights[ids])
         target = wanted.top_p * float(mass[-1] if limit else weights.sum())
         if mass[-1] < target and len(ids) < len(logits):
             ids = likeliest(logits, len(logits))
-            mass = weights[ids].cumsum(0)
+            mass = _running_sum(weights[ids])
         ids = ids[: int(torch.searchsorted(mass, target)) + 1]
     return ids.sort().values
+
+
+def _running_sum(weights: Tensor) -> Tensor:
+    """In host memory: on a GPU the order of the additions, and with it the last bits, would be left to chance."""
+    return weights.cpu().cumsum(0)

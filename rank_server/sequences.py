@@ -48,21 +48,21 @@ class Sequence:
     history: TokenHistory | None = None
     """Only on ranks that sample, and only with penalties."""
     num_blocks: int = 0
-    _table: Tensor = field(default_factory=lambda: torch.empty(_INITIAL_COLUMNS, dtype=torch.int64))
+    _table: Tensor = field(default_factory=lambda: torch.empty(_INITIAL_COLUMNS, dtype=torch.int64, device="cpu"))
 
     @property
     def block_table(self) -> Tensor:
-        """[num_blocks] int64 view; grows by `append_blocks`."""
+        """[num_blocks] int64 view in host memory, whatever the device; grows by `append_blocks`."""
         return self._table[: self.num_blocks]
 
     def append_blocks(self, block_ids: list[int]) -> None:
         """Adds columns at the end; amortised O(1) per block."""
         needed = self.num_blocks + len(block_ids)
         if needed > len(self._table):
-            grown = torch.empty(max(needed, 2 * len(self._table)), dtype=torch.int64)
+            grown = torch.empty(max(needed, 2 * len(self._table)), dtype=torch.int64, device="cpu")
             grown[: self.num_blocks] = self._table[: self.num_blocks]
             self._table = grown
-        self._table[self.num_blocks : needed] = torch.tensor(block_ids, dtype=torch.int64)
+        self._table[self.num_blocks : needed] = torch.tensor(block_ids, dtype=torch.int64, device="cpu")
         self.num_blocks = needed
 
     def check_room(self, layout: Layout, length: int) -> None:

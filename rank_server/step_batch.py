@@ -104,7 +104,7 @@ def keep_history(admitted: rank_pb2.AdmittedRequest, vocab_size: int, device: to
     history = TokenHistory(
         repetition, sampling.presence_penalty, sampling.frequency_penalty, admitted.num_prompt_tokens, vocab_size, device
     )
-    history.take(0, torch.tensor(list(admitted.cached_token_ids), dtype=torch.int64))
+    history.take(0, torch.tensor(list(admitted.cached_token_ids), dtype=torch.int64, device="cpu"))
     return history
 
 
@@ -126,13 +126,13 @@ def hold(plan: rank_pb2.StepPlan, sequences: SequenceTable, layout: Layout, memb
         if row.score_token_ids:
             _check_scores(row)
         if sequence.history is not None:
-            sequence.history.take(row.start, torch.tensor(list(row.token_ids), dtype=torch.int64))
+            sequence.history.take(row.start, torch.tensor(list(row.token_ids), dtype=torch.int64, device="cpu"))
         rows.append(KvRow(row.start, count, sequence.shard, sequence.shard_offset, sequence.block_table))
     return tuple(rows)
 
 
-def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, share: Share) -> StepBatch:
-    """The replica's share of a plan that `hold` has seen."""
+def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, share: Share, device: torch.device) -> StepBatch:
+    """The replica's share of a plan that `hold` has seen, its tensors on `device`."""
     token_ids: list[int] = []
     positions: list[int] = []
     sample_rows: list[int] = []
@@ -152,9 +152,9 @@ def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, share: Share) -> St
             draws.append(_row_sampling(row, sequences.get(row.handle)))
             draw_handles.append(row.handle)
     return StepBatch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),
-        positions=torch.tensor(positions, dtype=torch.int64),
-        sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
+        token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
+        positions=torch.tensor(positions, dtype=torch.int64, device=device),
+        sample_rows=torch.tensor(sample_rows, dtype=torch.int64, device=device),
         draws=tuple(draws),
         draw_handles=tuple(draw_handles),
         scores=tuple(scores),

@@ -58,6 +58,7 @@ class Shape:
             dtype=self.dtype,
             kv_cache_dtype=self.kv_dtype,
             collectives="local",
+            device="cpu",
             kv_cache_tokens_per_rank=self.blocks * self.block_size,
         )
 

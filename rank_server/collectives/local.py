@@ -107,7 +107,7 @@ class LocalGroup(ExchangeGroup):
         return self._exchange(_signature(f"broadcast from {root}", x), x)[root].clone()
 
     def _meet(self) -> None:
-        self._exchange("barrier", torch.empty(0))
+        self._exchange("barrier", torch.empty(0, device="cpu"))
 
     def _release(self, reason: str) -> None:
         self._room.fail(f"member {self.index} left: {reason}")

@@ -62,7 +62,7 @@ class DecoderModel:
         self._embedding = weights["model.embed_tokens.weight"]
         self._head = self._embedding if shape.tie_embeddings else weights["lm_head.weight"]
         self._final_norm = weights["model.norm.weight"]
-        self._rotary = Rotary(shape)
+        self._rotary = Rotary(shape, self._embedding.device)
         self._vocabulary = [vocabulary(shape, tp_group.size, member) for member in range(tp_group.size)]
         first, last = query_heads(shape, tp_group.size, tp_group.index)
         self._num_q = last - first

@@ -15,8 +15,8 @@ from cp_layout.model_shape import LinearRope, Llama3Rope, ModelShape, YarnRope
 class Rotary:
     """Turns pair i of a head at position p by p times its frequency."""
 
-    def __init__(self, shape: ModelShape) -> None:
-        self._frequencies = frequencies(shape)
+    def __init__(self, shape: ModelShape, device: torch.device) -> None:
+        self._frequencies = frequencies(shape).to(device)
         self._magnitude = shape.rope_scaling.attention_factor if isinstance(shape.rope_scaling, YarnRope) else 1.0
 
     def at(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -31,8 +31,8 @@ class Rotary:
 
 
 def frequencies(shape: ModelShape) -> Tensor:
-    """[D/2] fp32: θ^(−2i/D) for pair i, stretched as the shape says."""
-    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32) / shape.head_dim
+    """[D/2] fp32 in host memory, the same on every device: θ^(−2i/D) for pair i, stretched as the shape says."""
+    exponents = torch.arange(0, shape.head_dim, 2, dtype=torch.float32, device="cpu") / shape.head_dim
     powers = shape.rope_theta**exponents
     match shape.rope_scaling:
         case None:
@@ -74,6 +74,6 @@ def _yarn(powers: Tensor, theta: float, scaling: YarnRope) -> Tensor:
     first, last = max(first, 0), min(last, dims - 1)
     if first == last:
         last += 0.001  # a step rather than 0/0
-    ramp = ((torch.arange(len(powers), dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
+    ramp = ((torch.arange(len(powers), dtype=torch.float32, device="cpu") - first) / (last - first)).clamp(0, 1)
     kept = 1 - ramp
     return 1.0 / (scaling.factor * powers) * (1 - kept) + 1.0 / powers * kept

@@ -19,11 +19,11 @@ MODELS: Mapping[str, type[DecoderModel]] = dict.fromkeys(FAMILIES, DecoderModel)
 
 
 def load_weights(
-    files: ModelFiles, tp: int, index: int, dtype: torch.dtype, progress: weight_files.Progress
+    files: ModelFiles, tp: int, index: int, dtype: torch.dtype, progress: weight_files.Progress, device: torch.device
 ) -> dict[str, Tensor]:
     """`weights.load_weights` for a model that `build_model` can build; `ModelRefused` names any other architecture."""
     _model_class(files.shape)
-    return weight_files.load_weights(files, tp, index, dtype, progress)
+    return weight_files.load_weights(files, tp, index, dtype, progress, device)
 
 
 def build_model(shape: ModelShape, weights: Mapping[str, Tensor], tp_group: Group, dtype: torch.dtype) -> DecoderModel:

@@ -20,8 +20,10 @@ class WeightError(ModelRefused):
     """A tensor is missing, has the wrong shape or can't be read; the message names it and its file."""
 
 
-def load_weights(files: ModelFiles, tp: int, index: int, dtype: torch.dtype, progress: Progress) -> dict[str, Tensor]:
-    """The tensors of TP member `index` of `tp` by resident name, row-major, each allocated once in its final dtype.
+def load_weights(
+    files: ModelFiles, tp: int, index: int, dtype: torch.dtype, progress: Progress, device: torch.device
+) -> dict[str, Tensor]:
+    """The tensors of TP member `index` of `tp` by resident name, row-major, each allocated once on `device` in its final dtype.
 
     Only the member's rows are read, and of matrices that are cut by columns (o_proj, down_proj) only its columns, to the
     page of the file and to the quantisation block. Peak memory is the result plus `READ_BYTES`. Raises `WeightError`.
@@ -34,7 +36,7 @@ def load_weights(files: ModelFiles, tp: int, index: int, dtype: torch.dtype, pro
     done = 0
     weights: dict[str, Tensor] = {}
     for resident in residents:
-        weights[resident.name] = target = torch.empty(resident.dims, dtype=dtype)
+        weights[resident.name] = target = torch.empty(resident.dims, dtype=dtype, device=device)
         for block in _blocks(files, resident):
             filled, target = target[: len(block)], target[len(block) :]
             filled.copy_(block)

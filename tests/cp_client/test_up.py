@@ -100,7 +100,7 @@ def test_ranks_that_share_a_cpu_have_longer_to_register(model, monkeypatch, cpus
         ("-pcp 2 -dcp 2 --block-size 3 --cp-kv-cache-interleave-size 2", "interleave size 2 must divide block size 3"),
         ("--kv-cache-tokens-per-rank 15", "15 tokens per rank holds no block of 16"),
         ("-dp 2000", "2000 ranks"),
-        ("--device cuda", "device cuda is not supported"),
+        ("--device cuda", "device cuda is absent: this host has no NVIDIA driver"),
         ("--max-model-len 1000000", "max_model_len 1000000 is beyond the model's"),
         ("--max-model-len 1", "max_model_len 1 leaves no room for a prompt and an output"),
         ("--kv-cache-memory-bytes 4000TiB", "are available to each of 1 ranks"),

@@ -32,6 +32,7 @@ def test_defaults():
         dtype="auto",
         kv_cache_dtype="auto",
         collectives="auto",
+        device="auto",
     )
 
 
@@ -71,6 +72,7 @@ def test_every_value_arrives():
         dtype="float32",
         kv_cache_dtype="bfloat16",
         collectives="gloo",
+        device="auto",
         kv_cache_memory_bytes=3 << 19,
     )
 

@@ -17,10 +17,10 @@ DEADLINE_S = 20.0
 class Rank:
     """An executor that counts its progress reports."""
 
-    def __init__(self, files, hub=None, ranks_on_host=1):
+    def __init__(self, files, hub=None, ranks_on_host=1, device="auto"):
         self.reports = 0
         backends = {"local": lambda: LocalBackend(hub or LocalHub()), "public": partial(GlooBackend, "0.0.0.0")}
-        self.executor = Executor(files, backends, self._report, ranks_on_host)
+        self.executor = Executor(files, backends, self._report, ranks_on_host, device)
 
     def _report(self):
         self.reports += 1

@@ -58,8 +58,8 @@ def test_f7_no_setting_escapes_the_statement(files):
 
 
 def test_j5_what_was_not_taken_over_differs(files, monkeypatch):
-    def stubborn(files, tp, index, dtype, progress):
-        return load(files, tp, index, torch.float32, progress)
+    def stubborn(files, tp, index, dtype, progress, device):
+        return load(files, tp, index, torch.float32, progress, device)
 
     load = executor_module.load_weights
     monkeypatch.setattr(executor_module, "load_weights", stubborn)
@@ -127,7 +127,7 @@ def test_a7_a_restarted_rank_may_have_all_memory_that_is_left(files, monkeypatch
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (8, 2), (8, 4), (8, 8), (6, 3)])
 def test_a4_a_block_takes_what_was_planned(tiny, monkeypatch, heads, kv_heads, dtype):
     """On every member of every legal TP, fewer and more than KV heads."""
-    monkeypatch.setattr(executor_module, "load_weights", lambda files, tp, index, dtype, progress: {"w": torch.empty(1)})
+    monkeypatch.setattr(executor_module, "load_weights", lambda *args: {"w": torch.empty(1)})
     files = open_model(tiny(heads=heads, kv_heads=kv_heads, hidden=8 * heads))
     for tp in (size for size in (1, 2, 3, 4, 6, 8) if heads % size == 0 and (size % kv_heads == 0 or kv_heads % size == 0)):
         planned = files.shape.kv_bytes_per_token(tp, dtype) * B

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from rank_server.device import gpus
+
 pytestmark = pytest.mark.cluster
 DEADLINE_S = 60
 
@@ -14,7 +16,7 @@ DEADLINE_S = 60
     [
         (["--port", "x"], "argument --port: 'x' is not a whole number (see python -m rank_server --help)"),
         (["--host", "0.0.0.0"], "a rank needs an address that its peers can reach, not the wildcard '0.0.0.0'"),
-        (["--device", "cuda"], "device cuda is not supported, only cpu"),
+        (["--device", "cuda"], f"device cuda is absent: {gpus()[1]}"),
         ([], "/nowhere/at/all: no such model, expected a directory with config.json or a GGUF file"),
     ],
 )

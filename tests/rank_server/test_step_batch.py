@@ -11,6 +11,7 @@ from rank_server.attention.rows import attention_batch
 from rank_server.sequences import PlanRefused, SequenceTable
 from rank_server.share import replicated
 from rank_server.step_batch import RowScores, build, commit, hold, keep_history, take_in
+from tests.devices import CPU
 
 LAYOUT = Layout(num_shards=2, interleave=2, block_size=4)
 
@@ -42,8 +43,8 @@ def run(plan: rank_pb2.StepPlan, table: SequenceTable, member: int):
     take_in(plan, table, LAYOUT, member)
     rows = hold(plan, table, LAYOUT, member)
     share = replicated(rows, 1, 0)
-    batch = build(plan, table, share)
-    attention = attention_batch(rows, share.spans, LAYOUT, torch.device("cpu"))
+    batch = build(plan, table, share, CPU)
+    attention = attention_batch(rows, share.spans, LAYOUT, CPU)
     commit(plan, table)
     return batch, attention
 
@@ -142,7 +143,7 @@ def test_release_then_admit_in_one_plan_starts_afresh():
 
 
 def view(plan: rank_pb2.StepPlan, table: SequenceTable):
-    return build(plan, table, replicated(hold(plan, table, LAYOUT, 0), 1, 0))
+    return build(plan, table, replicated(hold(plan, table, LAYOUT, 0), 1, 0), CPU)
 
 
 def history(tokens: list[int], cached: int = 0, **fields) -> dict:
@@ -152,7 +153,7 @@ def history(tokens: list[int], cached: int = 0, **fields) -> dict:
 
 def test_only_requests_with_penalties_have_a_history_and_it_counts_each_token_once():
     table = SequenceTable()
-    keep = partial(keep_history, vocab_size=6, device=torch.device("cpu"))
+    keep = partial(keep_history, vocab_size=6, device=CPU)
     plan = plan_with(
         row(1, 2, [4, 5], [[0, 1], [0]], sample=True), row(2, 0, [1, 1]), admitted={1: history([1, 2], cached=2), 2: {}}
     )
@@ -173,7 +174,7 @@ def test_ranks_that_do_not_draw_keep_no_history():
 
 
 def test_a_history_without_its_cached_tokens_is_refused():
-    keep = partial(keep_history, vocab_size=6, device=torch.device("cpu"))
+    keep = partial(keep_history, vocab_size=6, device=CPU)
     plan = plan_with(admitted={1: history([1], cached=2)})
     with pytest.raises(PlanRefused, match="request 1: 2 tokens are cached, 1 are named"):
         take_in(plan, SequenceTable(), LAYOUT, 0, keep)

@@ -12,6 +12,7 @@ from rank_server.collectives.base import Group
 from rank_server.collectives.local import LocalBackend, LocalHub
 from rank_server.models.decoder import DecoderModel
 from rank_server.models.table import build_model, load_weights
+from tests.devices import CPU
 from tests.rank_server.threads import run_ranks
 
 Result = TypeVar("Result")
@@ -45,7 +46,7 @@ def on_members(
     def member(rank: int) -> Result:
         with torch.inference_mode():
             group = LocalBackend(hub).open("tp:0", range(tp), rank, bootstrap, timeout_s=20.0)
-            weights = load_weights(files, tp, rank, dtype, lambda done, total: None)
+            weights = load_weights(files, tp, rank, dtype, lambda done, total: None, CPU)
             return use(build_model(files.shape, weights, group, dtype), group)
 
     return run_ranks(tp, member)

@@ -11,6 +11,7 @@ from model_files import open_model
 from rank_server.collectives.solo import SoloGroup
 from rank_server.models.decoder import DecoderModel
 from rank_server.models.table import build_model, load_weights
+from tests.devices import CPU
 from tests.rank_server.models.tensor_parallel import DenseAttention, on_members, whole_prompt
 from tests.tiny_models import greedy_reference, logits_reference
 
@@ -35,7 +36,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def alone(path, dtype: torch.dtype = torch.float32) -> DecoderModel:
     files = open_model(path)
-    weights = load_weights(files, 1, 0, dtype, lambda done, total: None)
+    weights = load_weights(files, 1, 0, dtype, lambda done, total: None, CPU)
     return build_model(files.shape, weights, SoloGroup("tp:0"), dtype)
 
 
@@ -133,7 +134,7 @@ def test_the_oracle_notices_swapped_parts(tiny, tensor):
     """The seeded model tells KV heads, FFN columns and heads apart: exchanging halves of any matrix moves the logits."""
     path, ids = tiny(), prompt_of(13)
     files = open_model(path)
-    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None)
+    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None, CPU)
     name, axis = f"model.layers.1.{tensor}.weight", 1 if tensor.endswith(("o_proj", "down_proj")) else 0
     matrix = weights[name]
     if tensor.endswith("qkv_proj"):

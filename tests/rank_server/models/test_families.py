@@ -8,6 +8,7 @@ from model_files.families import FAMILIES
 from rank_server.collectives.solo import SoloGroup
 from rank_server.models.decoder import DecoderModel
 from rank_server.models.table import build_model, load_weights
+from tests.devices import CPU
 from tests.rank_server.models.tensor_parallel import DenseAttention, on_members, whole_prompt
 from tests.rank_server.models.test_decoder import TOLERANCE, alone, prompt_of
 from tests.tiny_models import greedy_reference, logits_reference
@@ -80,7 +81,7 @@ def test_greedy_ids_equal_transformers_in_chunks_and_decode(tiny, family, tp):
 def test_the_oracle_notices_a_wrong_bias_or_norm(tiny, family, tensor, change):
     path, ids = tiny(family=family), prompt_of(13)
     files = open_model(path)
-    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None)
+    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None, CPU)
     name = f"model.layers.1.self_attn.{tensor}"
     weights[name] = change(weights[name])
     changed = whole_prompt(build_model(files.shape, weights, SoloGroup("tp:0"), torch.float32), ids)

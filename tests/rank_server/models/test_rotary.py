@@ -14,6 +14,7 @@ from model_files.hf_config import shape_from_config
 from rank_server.collectives.solo import SoloGroup
 from rank_server.models.rotary import Rotary
 from rank_server.models.table import build_model, load_weights
+from tests.devices import CPU
 from tests.rank_server.models.tensor_parallel import on_members, whole_prompt
 from tests.rank_server.models.test_decoder import TOLERANCE, prompt_of
 from tests.tiny_models import logits_reference
@@ -67,7 +68,7 @@ def test_cos_and_sin_equal_transformers(tmp_path, name, theta, spelling):
     (tmp_path / "config.json").write_text(json.dumps(config))
     reference = LlamaRotaryEmbedding(AutoConfig.from_pretrained(tmp_path))
     wanted_cos, wanted_sin = reference(torch.zeros(1), POSITIONS[None])
-    cos, signed_sin = Rotary(shape_from_config(config, tmp_path, None)).at(POSITIONS, torch.float32)
+    cos, signed_sin = Rotary(shape_from_config(config, tmp_path, None), CPU).at(POSITIONS, torch.float32)
     half = BASE["head_dim"] // 2
     assert cos.shape == signed_sin.shape == (len(POSITIONS), 1, 2 * half)
     assert torch.equal(cos[:, 0], wanted_cos[0])
@@ -78,7 +79,7 @@ def test_cos_and_sin_equal_transformers(tmp_path, name, theta, spelling):
 def test_scalings_differ_from_one_another(tmp_path):
     """None of the cases above is the plain rotation, or another case, by accident."""
     seen = [
-        Rotary(shape_from_config(BASE | spelled("rope_parameters", 10000.0, scaling), tmp_path, None)).at(
+        Rotary(shape_from_config(BASE | spelled("rope_parameters", 10000.0, scaling), tmp_path, None), CPU).at(
             POSITIONS, torch.float32
         )[0]
         for scaling in ({"rope_type": "default"}, *SCALINGS.values())
@@ -98,7 +99,7 @@ def test_a_length_beside_the_settings_outranks_the_one_among_them(tmp_path):
     config["original_max_position_embeddings"] = 1024
     (tmp_path / "config.json").write_text(json.dumps(config))
     wanted, _ = Qwen3RotaryEmbedding(AutoConfig.from_pretrained(tmp_path))(torch.zeros(1), POSITIONS[None])
-    cos, _ = Rotary(shape_from_config(config, tmp_path, None)).at(POSITIONS, torch.float32)
+    cos, _ = Rotary(shape_from_config(config, tmp_path, None), CPU).at(POSITIONS, torch.float32)
     assert torch.equal(cos[:, 0], wanted[0])
 
 
@@ -126,6 +127,6 @@ def test_logits_beyond_the_original_context_equal_transformers(tiny, family, rop
 def test_the_oracle_notices_plain_positions(tiny, rope):
     path, ids = tiny(rope=TINY[rope], max_position=64, hidden=128), prompt_of(64)
     plain, files = open_model(tiny(max_position=64, hidden=128)), open_model(path)
-    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None)
+    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None, CPU)
     changed = whole_prompt(build_model(plain.shape, weights, SoloGroup("tp:0"), torch.float32), ids)
     assert float((changed - logits_reference(path, ids)).abs().max()) > 100 * TOLERANCE

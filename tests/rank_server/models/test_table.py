@@ -10,6 +10,7 @@ from model_files.families import FAMILIES
 from rank_server.collectives.solo import SoloGroup
 from rank_server.models.decoder import DecoderModel
 from rank_server.models.table import build_model, load_weights
+from tests.devices import CPU
 from tests.model_files.tiny_checkpoint import write_hf
 
 
@@ -22,7 +23,7 @@ def files(tmp_path):
 def test_every_family_is_built(tiny, family):
     files = open_model(tiny(family=family))
     assert FAMILIES[files.shape.architecture].model_type == family
-    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None)
+    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None, CPU)
     assert isinstance(build_model(files.shape, weights, SoloGroup("tp:0"), torch.float32), DecoderModel)
 
 
@@ -30,7 +31,7 @@ def test_other_architectures_are_refused_by_name(files):
     other = replace(files, shape=replace(files.shape, architecture="HeronForCausalLM"))
     reads: list[int] = []
     with pytest.raises(ModelRefused, match="architecture HeronForCausalLM is not supported, only LlamaForCausalLM"):
-        load_weights(other, 1, 0, torch.float32, lambda done, total: reads.append(done))
+        load_weights(other, 1, 0, torch.float32, lambda done, total: reads.append(done), CPU)
     assert reads == []
     with pytest.raises(ModelRefused, match="HeronForCausalLM"):
         build_model(other.shape, {}, SoloGroup("tp:0"), torch.float32)

@@ -11,6 +11,7 @@ from model_files import ModelFiles, open_model
 from rank_server.models import weights as weight_files
 from rank_server.models.sharding import resident_tensors
 from rank_server.models.weights import WeightError, load_weights
+from tests.devices import CPU
 from tests.model_files.tiny_checkpoint import tiny_weights, write_gguf, write_hf, write_sharded
 
 
@@ -78,7 +79,7 @@ def test_every_member_holds_its_slice_in_both_formats(tmp_path, tp):
             "model.layers.1.mlp.down_proj.weight": layer["mlp.down_proj.weight"][:, f0:f1],
         }
         for files in opened:
-            got = load_weights(files, tp, index, torch.float32, ignore)
+            got = load_weights(files, tp, index, torch.float32, ignore, CPU)
             assert len(got) == 2 * 6 + 3
             for name, array in wanted.items():
                 assert got[name].is_contiguous()
@@ -93,13 +94,13 @@ def test_every_member_holds_the_biases_of_its_heads(tmp_path, tp):
     for index in range(tp):
         q = slice(index * 4 // tp * 8, (index + 1) * 4 // tp * 8)
         k = slice(index * 2 // tp * 8, index * 2 // tp * 8 + 16 // min(tp, 2))
-        got = load_weights(files, tp, index, torch.float32, ignore)["model.layers.1.self_attn.qkv_proj.bias"]
+        got = load_weights(files, tp, index, torch.float32, ignore, CPU)["model.layers.1.self_attn.qkv_proj.bias"]
         assert np.array_equal(got.numpy(), np.concatenate((query[q], key[k], value[k])))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_weights_are_rounded_once(hf, dtype):
-    got = load_weights(hf, 2, 1, dtype, ignore)["model.layers.0.mlp.down_proj.weight"]
+    got = load_weights(hf, 2, 1, dtype, ignore, CPU)["model.layers.0.mlp.down_proj.weight"]
     exact = torch.from_numpy(tiny_weights()["model.layers.0.mlp.down_proj.weight"])
     assert torch.equal(got, exact[:, 32:].to(dtype))
 
@@ -107,13 +108,13 @@ def test_weights_are_rounded_once(hf, dtype):
 def test_quantised_tensors_are_dequantised_before_the_cut(tmp_path):
     """A cut at column 21 of 64 lies inside a quantised block of 32."""
     files = open_model(write_gguf(tmp_path / "model.gguf", matrices=GGMLQuantizationType.Q8_0))
-    got = load_weights(files, 3, 1, torch.float32, ignore)["model.layers.0.mlp.down_proj.weight"]
+    got = load_weights(files, 3, 1, torch.float32, ignore, CPU)["model.layers.0.mlp.down_proj.weight"]
     whole = files.read_rows("model.layers.0.mlp.down_proj.weight", 0, 32)
     assert np.array_equal(got.numpy(), whole[:, 21:42])
 
 
 def test_only_the_members_part_is_read_and_each_row_once(watched):
-    load_weights(watched, 2, 1, torch.float32, ignore)
+    load_weights(watched, 2, 1, torch.float32, ignore, CPU)
     parts = [part for resident in resident_tensors(watched.shape, 2, 1) for part in resident.parts]
     wanted = {(part.name, *part.rows, part.columns) for part in parts}
     assert len(watched.reads) == len(wanted)
@@ -124,10 +125,10 @@ def test_only_the_members_part_is_read_and_each_row_once(watched):
 
 
 def test_memory_beside_the_result_is_bounded(watched, monkeypatch):
-    whole = load_weights(watched, 2, 0, torch.float32, ignore)
+    whole = load_weights(watched, 2, 0, torch.float32, ignore, CPU)
     watched.reads.clear()
     monkeypatch.setattr(weight_files, "READ_BYTES", 1000)
-    blocks = load_weights(watched, 2, 0, torch.float32, ignore)
+    blocks = load_weights(watched, 2, 0, torch.float32, ignore, CPU)
     for name, start, stop, columns in watched.reads:
         width = columns[1] - columns[0] if columns else int(np.prod(watched.tensors[name].shape[1:]))
         assert 4 * (stop - start) * width <= 1000
@@ -137,14 +138,14 @@ def test_memory_beside_the_result_is_bounded(watched, monkeypatch):
 
 def test_a_row_larger_than_the_bound_is_read_alone(watched, monkeypatch):
     monkeypatch.setattr(weight_files, "READ_BYTES", 1)
-    load_weights(watched, 1, 0, torch.float32, ignore)
+    load_weights(watched, 1, 0, torch.float32, ignore, CPU)
     assert all(stop - start == 1 for _, start, stop, _ in watched.reads)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_progress_counts_the_bytes_in_memory(hf, dtype):
     seen: list[tuple[int, int]] = []
-    got = load_weights(hf, 2, 0, dtype, lambda done, total: seen.append((done, total)))
+    got = load_weights(hf, 2, 0, dtype, lambda done, total: seen.append((done, total)), CPU)
     total = sum(tensor.nbytes for tensor in got.values())
     assert {t for _, t in seen} == {total}
     assert seen[-1][0] == total
@@ -157,7 +158,7 @@ def test_a_missing_tensor_is_named_before_anything_is_read(watched):
     with pytest.raises(
         WeightError, match=r"model.*tensor model\.layers\.1\.mlp\.up_proj\.weight of shape \[64, 32\] is missing"
     ):
-        load_weights(watched, 1, 0, torch.float32, ignore)
+        load_weights(watched, 1, 0, torch.float32, ignore, CPU)
     assert watched.reads == []
 
 
@@ -167,7 +168,7 @@ def test_a_wrong_shape_is_named_with_both_shapes_and_the_file(watched):
     with pytest.raises(
         WeightError, match=r"model\.safetensors: tensor .*k_proj\.weight has shape \[32, 32\], the model needs \[16, 32\]"
     ):
-        load_weights(watched, 1, 0, torch.float32, ignore)
+        load_weights(watched, 1, 0, torch.float32, ignore, CPU)
 
 
 @pytest.mark.parametrize("fault", [OSError("input/output error"), ValueError("cannot reshape")])
@@ -176,11 +177,11 @@ def test_a_failing_read_names_rows_tensor_and_file(watched, fault):
     with pytest.raises(
         WeightError, match=rf"model\.safetensors: rows 0\.\.32 of tensor .*down_proj.* can't be read \({fault}\)"
     ):
-        load_weights(watched, 2, 0, torch.float32, ignore)
+        load_weights(watched, 2, 0, torch.float32, ignore, CPU)
 
 
 def test_a_file_cut_short_after_it_was_opened(hf):
     with (hf.path / "model.safetensors").open("r+b") as file:
         file.truncate(3000)
     with pytest.raises(WeightError, match="can't be read"):
-        load_weights(hf, 1, 0, torch.float32, ignore)
+        load_weights(hf, 1, 0, torch.float32, ignore, CPU)

@@ -1,0 +1,5 @@
+"""The device of the tests."""
+
+import torch
+
+CPU = torch.device("cpu")
