@@ -6,7 +6,7 @@ from argparse import REMAINDER, ArgumentParser, Namespace, _SubParsersAction
 
 from cp_client.interpreter import same_code_environment
 
-BENCHMARKS = ("collectives", "decode", "layout")
+BENCHMARKS = ("collectives", "decode", "layout", "pd-waste")
 
 
 def add_bench_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
@@ -19,4 +19,6 @@ def add_bench_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
 
 def bench(args: Namespace) -> int:
     """The exit status of the benchmark."""
-    return subprocess.call([sys.executable, "-m", f"benchmarks.{args.name}", *args.words], env=same_code_environment())
+    return subprocess.call(
+        [sys.executable, "-m", f"benchmarks.{args.name.replace('-', '_')}", *args.words], env=same_code_environment()
+    )

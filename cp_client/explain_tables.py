@@ -40,7 +40,7 @@ def lengths_table(facts: dict[str, Any]) -> Group:
     table.add_column("filled")
     for shard, (tokens, blocks) in enumerate(zip(facts["local_lens"], facts["blocks"], strict=True)):
         room = blocks * facts["block_size"]
-        bar = Text("█" * (20 * tokens // room) if room else "", style=_style(shard))
+        bar = Text(_bar(tokens, room), style=_style(shard))
         table.add_row(Text(str(shard), style=_style(shard)), str(tokens), str(blocks), str(room - tokens), bar)
     return Group(Text(title), table)
 
@@ -64,10 +64,42 @@ def groups_table(facts: dict[str, Any]) -> Group:
     return Group(Text(title), grid, lists)
 
 
+def transfer_table(facts: dict[str, Any]) -> Group:
+    """Tokens and runs of every pair of shards, then what each unit of transfer sends."""
+    ends = " to ".join("cp {cp}, interleave {interleave}, block {block}".format(**facts[end]) for end in ("from", "to"))
+    pairs: dict[tuple[int, int], list[int]] = {}
+    for move in facts["moves"]:
+        pairs.setdefault((move["src"], move["dst"]), []).append(move["count"])
+    moves = _table()
+    moves.add_column("from shard", justify="right")
+    moves.add_column("to shard", justify="right")
+    moves.add_column("tokens", justify="right")
+    moves.add_column("runs", justify="right")
+    moves.add_column("share")
+    for (src, dst), counts in pairs.items():
+        bar = Text(_bar(sum(counts), facts["useful_tokens"]), style=_style(dst))
+        shards = (Text(str(shard), style=_style(shard)) for shard in (src, dst))
+        moves.add_row(*shards, str(sum(counts)), str(len(counts)), bar)
+    units = _table()
+    units.add_column("unit")
+    units.add_column("tokens sent", justify="right")
+    units.add_column("waste", justify="right")
+    units.add_column("of it useful")
+    for name, sent in (
+        ("whole virtual blocks", facts["virtual_block_granular"]),
+        ("whole blocks", facts["block_granular"]),
+        ("tokens", facts),
+    ):
+        bar = Text(_bar(facts["useful_tokens"], sent["sent_tokens"]), style="green")
+        units.add_row(name, str(sent["sent_tokens"]), f"{sent['waste']:.1%}", bar)
+    return Group(Text(f"transfer of {facts['useful_tokens']} tokens: {ends}"), moves, units)
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], Group]] = {
     "slots": slots_table,
     "lengths": lengths_table,
     "groups": groups_table,
+    "transfer": transfer_table,
 }
 """Drawing of each topic, from the facts that its JSON carries."""
 
@@ -78,6 +110,10 @@ def _table() -> Table:
 
 def _style(index: int) -> str:
     return _SHARD_STYLES[index % len(_SHARD_STYLES)]
+
+
+def _bar(part: int, whole: int) -> str:
+    return "█" * (20 * part // whole) if whole else ""
 
 
 def _slot(shard: int, slot: int) -> Text:

@@ -10,6 +10,8 @@ import pytest
 
 from cp_client.explain import add_explain_parser
 
+TRANSFER = ("transfer", "--tokens", "16", "--from", "cp=4,interleave=1,block=16", "--to", "cp=1,interleave=16,block=16")
+
 
 def explain(*argv: str) -> int:
     parser = argparse.ArgumentParser(prog="kvloom")
@@ -70,6 +72,39 @@ def test_groups_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     }
 
 
+def test_transfer_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = document(capsys, *TRANSFER)
+    assert facts["moves"][:2] == [
+        {"src": 0, "src_block": 0, "src_offset": 0, "dst": 0, "dst_block": 0, "dst_offset": 0, "count": 1},
+        {"src": 0, "src_block": 0, "src_offset": 1, "dst": 0, "dst_block": 0, "dst_offset": 4, "count": 1},
+    ]
+    moved = {(m["src"], m["src_block"], m["src_offset"], m["dst"], m["dst_block"], m["dst_offset"]) for m in facts["moves"]}
+    assert moved == {(token % 4, 0, token // 4, 0, 0, token) for token in range(16)}
+    assert (facts["useful_tokens"], facts["sent_tokens"], facts["waste"]) == (16, 16, 0.0)
+    assert facts["block_granular"] == {"sent_tokens": 64, "waste": 0.75}
+    assert facts["virtual_block_granular"] == {"sent_tokens": 64, "waste": 0.75}
+
+
+def test_transfer_with_defaults_moves_whole_blocks(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = document(capsys, "transfer", "--tokens", "40", "--from", "cp=2", "--to", "block=32")
+    assert (facts["from"], facts["to"]) == (
+        {"cp": 2, "interleave": 16, "block": 16},
+        {"cp": 1, "interleave": 32, "block": 32},
+    )
+    assert [(m["src"], m["src_block"], m["dst_block"], m["dst_offset"], m["count"]) for m in facts["moves"]] == [
+        (0, 0, 0, 0, 16),
+        (0, 1, 1, 0, 8),
+        (1, 0, 0, 16, 16),
+    ]
+    assert facts["block_granular"] == {"sent_tokens": 48, "waste": pytest.approx(1 / 6)}
+
+
+def test_transfer_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = document(capsys, "transfer", "--tokens", "0", *TRANSFER[3:])
+    assert (facts["moves"], facts["sent_tokens"], facts["waste"]) == ([], 0, 0.0)
+    assert facts["block_granular"] == {"sent_tokens": 0, "waste": 0.0}
+
+
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -98,6 +133,7 @@ def test_long_name_of_the_interleave(capsys: pytest.CaptureFixture[str]) -> None
         (SLOTS, ["virtual block 8", "shard 1", "96", "−1"]),
         (LENGTHS, ["9 tokens over 2 shards", "unused slots", "█"]),
         (GROUPS, ["4 ranks", "[0, 2, 1, 3]", "replica"]),
+        (TRANSFER, ["transfer of 16 tokens: cp 4, interleave 1, block 16 to cp 1", "75.0%", "whole blocks", "█████"]),
     ],
 )
 def test_drawing_and_picture_show_the_same(
@@ -153,6 +189,11 @@ def test_picture_that_cannot_be_written_fails(capsys: pytest.CaptureFixture[str]
         (("slots", "--block-table", "5", "--positions", "16"), "block table of shard 0 has 1 columns, a position needs 2"),
         (("groups", "--tp", "4", "--pcp", "2", "--dcp", "3"), "dcp 3 must be 1 or a multiple of pcp 2"),
         (("groups", "--tp", "0"), "tp must be at least 1, got 0"),
+        ((*TRANSFER[:4], "cp=2,interleave=3", *TRANSFER[5:]), "--from: interleave size 3 must divide block size 16"),
+        ((*TRANSFER[:6], "cp=0"), "--to: the number of KV shards must be at least 1, got 0"),
+        ((*TRANSFER[:6], "cp=65537"), "65537 KV shards are more than the limit of 65536"),
+        (("transfer", "--tokens", "4194305", *TRANSFER[3:]), "4194305 tokens are more than the limit of 4194304"),
+        (("transfer", "--tokens", "-1", *TRANSFER[3:]), "tokens [0, -1) are not a range"),
         (("groups", "--tp", "1024", "--dp", "65"), "66560 ranks (dp·pcp·tp) are more than the limit of 65536"),
     ],
 )
@@ -174,7 +215,12 @@ def test_j2_refusals_are_one_sentence_and_exit_2(
         (("lengths", "--tokens", "1099511627777"), "1099511627777 is beyond the limit of 1099511627776"),
         (("lengths", "--tokens=-1099511627777"), "-1099511627777 is beyond the limit"),
         (("lengths",), "required: --tokens"),
-        ((), "required: {slots,lengths,groups}"),
+        (TRANSFER[:5], "required: --to"),
+        ((*TRANSFER[:6], "cp=4,tp=2"), "'tp=2' is not one of cp=NUMBER, interleave=NUMBER, block=NUMBER"),
+        ((*TRANSFER[:6], "cp"), "'cp' is not one of"),
+        ((*TRANSFER[:6], "cp=1,cp=2"), "cp is given twice"),
+        ((*TRANSFER[:6], "cp=x"), "'x' is not an integer"),
+        ((), "required: {slots,lengths,groups,transfer}"),
     ],
 )
 def test_malformed_arguments_exit_2(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str) -> None:
