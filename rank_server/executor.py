@@ -16,7 +16,7 @@ from rank_server.device import POOL_SHARE, free_bytes
 from rank_server.draws import answer
 from rank_server.flows.table import Ways, check_way
 from rank_server.kv_pool import KvPool
-from rank_server.models.table import build_model, load_weights
+from rank_server.models.table import build_model, load_weights, resident_weights
 from rank_server.penalties import TokenHistory
 from rank_server.place import Place
 from rank_server.sequences import PlanRefused, SequenceTable
@@ -24,6 +24,7 @@ from rank_server.step_batch import build, commit, hold, keep_history, no_history
 
 if TYPE_CHECKING:
     from rank_server.models.decoder import DecoderModel
+    from rank_server.models.resident import DecoderWeights
 
 
 class Executor:
@@ -48,7 +49,7 @@ class Executor:
         self._device = device
         self._backend: Backend | None = None
         self._place: Place | None = None
-        self._weights: Mapping[str, torch.Tensor] = {}
+        self._weights: DecoderWeights | None = None
         self._bytes_per_block = 0
         self._pool: KvPool | None = None
         self._groups: dict[str, Group] = {}
@@ -83,16 +84,16 @@ class Executor:
             raise ConfigRefused(f"rank {rank} computes on {self._device}, the cluster on {config.device}")
         place = Place.of(config, rank, self._files.shape)
         self._backend = self._open_backend(config.collectives)
-        self._weights = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded, place.device)
+        loaded = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded, place.device)
+        self._weights = resident_weights(self._files.shape, loaded, place.grid.pcp)
         self._bytes_per_block = self._files.shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
         blocks = self._room(config, place.device, 1 if pool_is_settled else self._ranks_on_host)
         self._place = place
-        weights = self._weights.values()
         return rank_pb2.Configured(
-            config=place.taken_over(config, next(iter(weights)).dtype, self._files.hash, config.collectives),
+            config=place.taken_over(config, self._weights.dtype, self._files.hash, config.collectives),
             max_kv_blocks=blocks,
             kv_bytes_per_block=self._bytes_per_block,
-            weight_bytes=sum(tensor.nbytes for tensor in weights),
+            weight_bytes=self._weights.nbytes,
         )
 
     def allocate_pool(self, num_blocks: int) -> rank_pb2.PoolAllocated:
@@ -186,7 +187,7 @@ class Executor:
     def _assemble(self, pool: KvPool) -> "tuple[DecoderModel, Ways]":
         if self._model is None or self._ways is None:
             place, shape = self.place, self._files.shape
-            self._model = build_model(shape, self._weights, self._group("tp"), place.dtype)
+            self._model = build_model(shape, self._require_weights(), self._group("tp"))
             self._ways = Ways(place, pool, self._group, scale=shape.head_dim**-0.5)
         return self._model, self._ways
 
@@ -207,6 +208,11 @@ class Executor:
             return max_kv_blocks(config, self._bytes_per_block, available_bytes(), sharers)
         free = free_bytes(device)
         return max_kv_blocks(config, self._bytes_per_block, free, 1, int(free * POOL_SHARE))
+
+    def _require_weights(self) -> "DecoderWeights":
+        if self._weights is None:
+            raise PlanRefused("the rank is not configured yet")
+        return self._weights
 
     def _loaded(self, done: int, total: int) -> None:
         self.load_fraction = done / total

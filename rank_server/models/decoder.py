@@ -4,15 +4,18 @@ Members hold whole heads, a range of FFN columns and a range of the vocabulary. 
 one sum over the members, so a pass costs 2·layers + 1 all-reduces, and logits one all-gather. Alone, there is no collective.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cp_layout.cuts import cut
 from cp_layout.model_shape import ModelShape
 from rank_server.collectives.base import Group
+from rank_server.models.linear import Linear
+from rank_server.models.resident import DecoderWeights, LayerMatrices
 from rank_server.models.rotary import Rotary, rotate
 from rank_server.models.sharding import key_heads, query_heads, vocabulary
 
@@ -22,98 +25,167 @@ rotated, and none of the three need be contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    input_norm: Tensor
-    qkv: Tensor
-    qkv_bias: Tensor | None
-    head_norm: Tensor | None
-    """[query and key heads of the member, D]: the weight of each head's own norm."""
-    output: Tensor
-    ffn_norm: Tensor
-    gate_up: Tensor
-    down: Tensor
+class SplitGroups:
+    """Groups of a pass that the replicas of a prefill context parallel (PCP) group share out among them."""
 
-    @classmethod
-    def of(cls, weights: Mapping[str, Tensor], layer: int, shape: ModelShape, num_q: int, num_kv: int) -> "_Layer":
-        prefix = f"model.layers.{layer}."
-        head_norm = None
-        if shape.qk_norm:
-            of_queries, of_keys = (weights[f"{prefix}self_attn.{kind}_norm.weight"] for kind in "qk")
-            head_norm = torch.cat((of_queries.expand(num_q, -1), of_keys.expand(num_kv, -1)))
-        return cls(
-            input_norm=weights[f"{prefix}input_layernorm.weight"],
-            qkv=weights[f"{prefix}self_attn.qkv_proj.weight"],
-            qkv_bias=weights[f"{prefix}self_attn.qkv_proj.bias"] if shape.qkv_bias else None,
-            head_norm=head_norm,
-            output=weights[f"{prefix}self_attn.o_proj.weight"],
-            ffn_norm=weights[f"{prefix}post_attention_layernorm.weight"],
-            gate_up=weights[f"{prefix}mlp.gate_up_proj.weight"],
-            down=weights[f"{prefix}mlp.down_proj.weight"],
-        )
+    pcp: Group
+    """The ranks that hold the same slice of the weights: each computes one part of it."""
+    wide: Group
+    """All ranks of these replicas: member t·pcp + p computes part p of what TP member t holds."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """What one rank computes of a pass, and with whom it completes that."""
+
+    layers: tuple[LayerMatrices, ...]
+    head: tuple[Linear, ...]
+    qkv_group: Group | None
+    """Over whose members the rows of [q‖k‖v] are cut; None: over nobody's."""
+    sum_group: Group | None
+    """Over whose members blocks are summed and the vocabulary of the head is cut; None: over nobody's."""
+    vocabulary: tuple[tuple[int, int], ...]
+    """Token ids of each member's head, in member order."""
 
 
 class DecoderModel:
-    """One member's model over the weights that `load_weights` gives for the member's place in `tp_group`, all in `dtype`."""
+    """One member's model over its resident weights.
 
-    def __init__(self, shape: ModelShape, weights: Mapping[str, Tensor], tp_group: Group, dtype: torch.dtype) -> None:
+    split: the groups for passes that are split over replicas; the weights are cut into as many parts as there are replicas.
+    """
+
+    def __init__(self, shape: ModelShape, weights: DecoderWeights, tp_group: Group, split: SplitGroups | None = None) -> None:
         self._shape = shape
         self._tp = tp_group
-        self._dtype = dtype
-        self._embedding = weights["model.embed_tokens.weight"]
-        self._head = self._embedding if shape.tie_embeddings else weights["lm_head.weight"]
-        self._final_norm = weights["model.norm.weight"]
-        self._rotary = Rotary(shape, self._embedding.device)
-        self._vocabulary = [vocabulary(shape, tp_group.size, member) for member in range(tp_group.size)]
+        self._weights = weights
+        self._rotary = Rotary(shape, weights.embedding.device)
         first, last = query_heads(shape, tp_group.size, tp_group.index)
         self._num_q = last - first
         first, last = key_heads(shape, tp_group.size, tp_group.index)
         self._num_kv = last - first
-        self._layers = [_Layer.of(weights, layer, shape, self._num_q, self._num_kv) for layer in range(shape.num_layers)]
+        self._vocabulary = tuple(vocabulary(shape, tp_group.size, member) for member in range(tp_group.size))
+        self._whole = _Way(
+            layers=tuple(layer.whole for layer in weights.layers),
+            head=weights.head.whole,
+            qkv_group=None,
+            sum_group=tp_group if tp_group.size > 1 else None,
+            vocabulary=self._vocabulary,
+        )
+        self._split = None if split is None else self._split_way(split)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+    def _split_way(self, groups: SplitGroups) -> _Way:
+        part, tp = groups.pcp.index, self._tp.size
+        if groups.pcp.size != self._weights.num_parts or groups.wide.index != self._tp.index * groups.pcp.size + part:
+            raise ValueError(
+                f"weights in {self._weights.num_parts} parts, member {groups.pcp.index} of {groups.pcp.name} "
+                f"({groups.pcp.size}), {groups.wide.index} of {groups.wide.name} and {self._tp.index} of {self._tp.name} "
+                f"({tp}) don't fit: need as many parts as members, and wide index = tp index · pcp + pcp index"
+            )
+        spans = []
+        for first, last in self._vocabulary:
+            for index in range(groups.pcp.size):
+                start, stop = cut(last - first, groups.pcp.size, index)
+                spans.append((first + start, first + stop))
+        return _Way(
+            layers=tuple(layer.parts[part] for layer in self._weights.layers),
+            head=(self._weights.head.parts[part],),
+            qkv_group=groups.pcp,
+            sum_group=groups.wide,
+            vocabulary=tuple(spans),
+        )
+
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, split: bool = False) -> Tensor:
         """token_ids [T] and absolute positions [T], int64 → hidden states [T, H] after the final norm, equal on all members.
 
-        Rows may belong to several requests: only `attend` relates rows to each other.
+        Rows may belong to several requests: only `attend` relates rows to each other. split: the replicas, which must all be
+        given the same rows, share out the work; one more all-gather per layer, and ValueError without `SplitGroups`.
         """
+        way = self._way(split)
         x = self._embed(token_ids)
-        cos, sin = self._rotary.at(positions, self._dtype)
-        for index, layer in enumerate(self._layers):
-            qkv = functional.linear(self._norm(x, layer.input_norm), layer.qkv, layer.qkv_bias)
-            heads = qkv.view(len(qkv), self._num_q + 2 * self._num_kv, self._shape.head_dim)
-            turning, values = heads[:, : self._num_q + self._num_kv], heads[:, self._num_q + self._num_kv :]
+        cos, sin = self._rotary.at(positions, x.dtype)
+        turning = self._num_q + self._num_kv
+        for index, (layer, matrices) in enumerate(zip(self._weights.layers, way.layers, strict=True)):
+            heads = self._qkv(self._norm(x, layer.input_norm), matrices.qkv, way.qkv_group)
+            q_k = heads[:, :turning]
             if layer.head_norm is not None:
-                turning = self._norm(turning, None) * layer.head_norm
-            turned = rotate(turning, cos, sin)
-            attended = attend(index, turned[:, : self._num_q], turned[:, self._num_q :], values)
-            x = x + self._sum(functional.linear(attended.flatten(1), layer.output))
-            gate, up = functional.linear(self._norm(x, layer.ffn_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + self._sum(functional.linear(functional.silu(gate) * up, layer.down))
-        return self._norm(x, self._final_norm)
+                of_queries, of_keys = layer.head_norm
+                q_k = torch.cat(
+                    (self._norm(heads[:, : self._num_q], of_queries), self._norm(heads[:, self._num_q : turning], of_keys)), 1
+                )
+            turned = rotate(q_k, cos, sin)
+            attended = attend(index, turned[:, : self._num_q], turned[:, self._num_q :], heads[:, turning:]).flatten(1)
+            total = _carried(x, way.sum_group)
+            for matrix, (first, last) in zip(matrices.output, matrices.output_columns, strict=True):
+                total = _added(matrix, attended[:, first:last], total)
+            x = _completed(total, way.sum_group)
+            normed = self._norm(x, layer.ffn_norm)
+            total = _carried(x, way.sum_group)
+            for columns in matrices.ffn:
+                total = _added(columns.down, columns.up.times(normed, columns.gate.silu(normed)), total)
+            x = _completed(total, way.sum_group)
+        return self._norm(x, self._weights.final_norm)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] → [R, vocabulary] fp32, bit-identical on all members."""
-        local = functional.linear(hidden, self._head)
-        if self._tp.size == 1:
+    def logits(self, hidden: Tensor, split: bool = False) -> Tensor:
+        """[R, H] → [R, vocabulary] fp32, bit-identical on all members; split: a collective of all replicas."""
+        way = self._way(split)
+        local = _side_by_side([matrix(hidden) for matrix in way.head])
+        if way.sum_group is None:
             return local.float()
-        # Members hold ⌊V/T⌋ or ⌈V/T⌉ ids; all send ⌈V/T⌉ columns and the surplus is cut away.
-        width = -(-self._shape.vocab_size // self._tp.size)
-        parts = self._tp.all_gather(functional.pad(local, (0, width - local.shape[1])))
-        return torch.cat(
-            [part[:, : last - first] for part, (first, last) in zip(parts, self._vocabulary, strict=True)], 1
-        ).float()
+        parts = _gathered(local, [last - first for first, last in way.vocabulary], way.sum_group)
+        return torch.cat(parts, 1).float()
+
+    def _way(self, split: bool) -> _Way:
+        if not split:
+            return self._whole
+        if self._split is None:
+            raise ValueError("a pass can't be split: the model has no groups for it")
+        return self._split
 
     def _embed(self, token_ids: Tensor) -> Tensor:
+        """Each replica has the whole embedding and a look-up costs nothing, so this is never split."""
+        embedding = self._weights.embedding
         if self._tp.size == 1:
-            return self._embedding[token_ids]
+            return embedding[token_ids]
         first, last = self._vocabulary[self._tp.index]
         mine = (token_ids >= first) & (token_ids < last)
-        x = torch.zeros(len(token_ids), self._shape.hidden_size, dtype=self._dtype, device=token_ids.device)
-        x[mine] = self._embedding[token_ids[mine] - first]
-        return self._sum(x)
+        x = torch.zeros(len(token_ids), self._shape.hidden_size, dtype=embedding.dtype, device=token_ids.device)
+        x[mine] = embedding[token_ids[mine] - first]
+        return self._tp.all_reduce(x)
 
-    def _sum(self, x: Tensor) -> Tensor:
-        return x if self._tp.size == 1 else self._tp.all_reduce(x)
+    def _qkv(self, x: Tensor, matrices: tuple[Linear, ...], group: Group | None) -> Tensor:
+        """[T, hq + 2·hk, D]."""
+        local = _side_by_side([matrix(x) for matrix in matrices])
+        heads, head_dim = self._num_q + 2 * self._num_kv, self._shape.head_dim
+        if group is not None:
+            widths = [last - first for first, last in (cut(heads * head_dim, group.size, i) for i in range(group.size))]
+            local = torch.cat(_gathered(local, widths, group), 1)
+        return local.view(len(local), heads, head_dim)
 
-    def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         # torch computes it in fp32 whatever the dtype of x.
         return functional.rms_norm(x, (x.shape[-1],), weight, self._shape.rms_norm_eps)
+
+
+def _carried(x: Tensor, group: Group | None) -> Tensor | None:
+    """The residual stream, where it is to be added to a member's part of a sum: on one member only."""
+    return x if group is None or group.index == 0 else None
+
+
+def _added(matrix: Linear, x: Tensor, total: Tensor | None) -> Tensor:
+    return matrix(x) if total is None else matrix.plus(x, total)
+
+
+def _completed(total: Tensor | None, group: Group | None) -> Tensor:
+    assert total is not None, "a layer has matrices"
+    return total if group is None else group.all_reduce(total)
+
+
+def _side_by_side(outputs: list[Tensor]) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+
+
+def _gathered(local: Tensor, widths: list[int], group: Group) -> list[Tensor]:
+    """[T, widths[i]] of each member. Counts must be equal: all send as many columns as the widest one has."""
+    widest = max(widths)
+    padded = local if local.shape[1] == widest else functional.pad(local, (0, widest - local.shape[1]))
+    return [part[:, :width] for part, width in zip(group.all_gather(padded), widths, strict=True)]

@@ -3,7 +3,7 @@
 A relative of Llama is one row of `model_files.families`; a model of another build is one file and one row here.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from model_files import ModelFiles, ModelRefused
 from model_files.families import FAMILIES
 from rank_server.collectives.base import Group
 from rank_server.models import weights as weight_files
-from rank_server.models.decoder import DecoderModel
+from rank_server.models.decoder import DecoderModel, SplitGroups
+from rank_server.models.resident import DecoderWeights
 
 MODELS: Mapping[str, type[DecoderModel]] = dict.fromkeys(FAMILIES, DecoderModel)
 
@@ -26,9 +27,16 @@ def load_weights(
     return weight_files.load_weights(files, tp, index, dtype, progress, device)
 
 
-def build_model(shape: ModelShape, weights: Mapping[str, Tensor], tp_group: Group, dtype: torch.dtype) -> DecoderModel:
-    """The member's model over its loaded weights; cheap, so that it can follow every change of groups."""
-    return _model_class(shape)(shape, weights, tp_group, dtype)
+def resident_weights(shape: ModelShape, weights: MutableMapping[str, Tensor], num_parts: int) -> DecoderWeights:
+    """The loaded weights in the order in which passes read them, cut for passes that so many replicas share; empties
+    `weights`."""
+    _model_class(shape)
+    return DecoderWeights.of(shape, weights, num_parts)
+
+
+def build_model(shape: ModelShape, weights: DecoderWeights, tp_group: Group, split: SplitGroups | None = None) -> DecoderModel:
+    """The member's model over its resident weights; cheap, so that it can follow every change of groups."""
+    return _model_class(shape)(shape, weights, tp_group, split)
 
 
 def _model_class(shape: ModelShape) -> type[DecoderModel]:

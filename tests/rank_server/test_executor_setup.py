@@ -1,5 +1,7 @@
 """How a rank becomes ready: what it refuses before it loads, what it says it took over, how large its pool is."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -127,7 +129,9 @@ def test_a7_a_restarted_rank_may_have_all_memory_that_is_left(files, monkeypatch
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 1), (8, 2), (8, 4), (8, 8), (6, 3)])
 def test_a4_a_block_takes_what_was_planned(tiny, monkeypatch, heads, kv_heads, dtype):
     """On every member of every legal TP, fewer and more than KV heads."""
-    monkeypatch.setattr(executor_module, "load_weights", lambda *args: {"w": torch.empty(1)})
+    monkeypatch.setattr(executor_module, "load_weights", lambda *args: {})
+    no_weights = SimpleNamespace(dtype=torch.float32, nbytes=0)
+    monkeypatch.setattr(executor_module, "resident_weights", lambda shape, weights, num_parts: no_weights)
     files = open_model(tiny(heads=heads, kv_heads=kv_heads, hidden=8 * heads))
     for tp in (size for size in (1, 2, 3, 4, 6, 8) if heads % size == 0 and (size % kv_heads == 0 or kv_heads % size == 0)):
         planned = files.shape.kv_bytes_per_token(tp, dtype) * B

@@ -11,7 +11,7 @@ from model_files import open_model
 from rank_server.collectives.base import Group
 from rank_server.collectives.local import LocalBackend, LocalHub
 from rank_server.models.decoder import DecoderModel
-from rank_server.models.table import build_model, load_weights
+from rank_server.models.table import build_model, load_weights, resident_weights
 from tests.devices import CPU
 from tests.rank_server.threads import run_ranks
 
@@ -47,7 +47,7 @@ def on_members(
         with torch.inference_mode():
             group = LocalBackend(hub).open("tp:0", range(tp), rank, bootstrap, timeout_s=20.0)
             weights = load_weights(files, tp, rank, dtype, lambda done, total: None, CPU)
-            return use(build_model(files.shape, weights, group, dtype), group)
+            return use(build_model(files.shape, resident_weights(files.shape, weights, 1), group), group)
 
     return run_ranks(tp, member)
 

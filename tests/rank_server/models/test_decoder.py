@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from model_files import open_model
 from rank_server.collectives.solo import SoloGroup
 from rank_server.models.decoder import DecoderModel
-from rank_server.models.table import build_model, load_weights
+from rank_server.models.table import build_model, load_weights, resident_weights
 from tests.devices import CPU
 from tests.rank_server.models.tensor_parallel import DenseAttention, on_members, whole_prompt
 from tests.tiny_models import greedy_reference, logits_reference
@@ -37,7 +37,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 def alone(path, dtype: torch.dtype = torch.float32) -> DecoderModel:
     files = open_model(path)
     weights = load_weights(files, 1, 0, dtype, lambda done, total: None, CPU)
-    return build_model(files.shape, weights, SoloGroup("tp:0"), dtype)
+    return build_model(files.shape, resident_weights(files.shape, weights, 1), SoloGroup("tp:0"))
 
 
 def label(case: object) -> str:
@@ -142,7 +142,7 @@ def test_the_oracle_notices_swapped_parts(tiny, tensor):
         matrix[64:72], matrix[72:80] = key_rows[8:], key_rows[:8]
     else:
         weights[name] = matrix.roll(matrix.shape[axis] // 4, axis)
-    changed = whole_prompt(build_model(files.shape, weights, SoloGroup("tp:0"), torch.float32), ids)
+    changed = whole_prompt(build_model(files.shape, resident_weights(files.shape, weights, 1), SoloGroup("tp:0")), ids)
     assert float((changed - logits_reference(path, ids)).abs().max()) > 100 * TOLERANCE
 
 

@@ -7,7 +7,7 @@ from model_files import open_model
 from model_files.families import FAMILIES
 from rank_server.collectives.solo import SoloGroup
 from rank_server.models.decoder import DecoderModel
-from rank_server.models.table import build_model, load_weights
+from rank_server.models.table import build_model, load_weights, resident_weights
 from tests.devices import CPU
 from tests.rank_server.models.tensor_parallel import DenseAttention, on_members, whole_prompt
 from tests.rank_server.models.test_decoder import TOLERANCE, alone, prompt_of
@@ -84,7 +84,7 @@ def test_the_oracle_notices_a_wrong_bias_or_norm(tiny, family, tensor, change):
     weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None, CPU)
     name = f"model.layers.1.self_attn.{tensor}"
     weights[name] = change(weights[name])
-    changed = whole_prompt(build_model(files.shape, weights, SoloGroup("tp:0"), torch.float32), ids)
+    changed = whole_prompt(build_model(files.shape, resident_weights(files.shape, weights, 1), SoloGroup("tp:0")), ids)
     assert float((changed - logits_reference(path, ids)).abs().max()) > 100 * TOLERANCE
 
 

@@ -13,7 +13,7 @@ from model_files import open_model
 from model_files.hf_config import shape_from_config
 from rank_server.collectives.solo import SoloGroup
 from rank_server.models.rotary import Rotary
-from rank_server.models.table import build_model, load_weights
+from rank_server.models.table import build_model, load_weights, resident_weights
 from tests.devices import CPU
 from tests.rank_server.models.tensor_parallel import on_members, whole_prompt
 from tests.rank_server.models.test_decoder import TOLERANCE, prompt_of
@@ -128,5 +128,5 @@ def test_the_oracle_notices_plain_positions(tiny, rope):
     path, ids = tiny(rope=TINY[rope], max_position=64, hidden=128), prompt_of(64)
     plain, files = open_model(tiny(max_position=64, hidden=128)), open_model(path)
     weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None, CPU)
-    changed = whole_prompt(build_model(plain.shape, weights, SoloGroup("tp:0"), torch.float32), ids)
+    changed = whole_prompt(build_model(plain.shape, resident_weights(plain.shape, weights, 1), SoloGroup("tp:0")), ids)
     assert float((changed - logits_reference(path, ids)).abs().max()) > 100 * TOLERANCE
