@@ -14,6 +14,7 @@ import numpy as np
 
 from cp_client.exit_status import DONE, FAILED, REFUSED
 from cp_client.explain_transfer import add_transfer_arguments, transfer_facts
+from cp_client.explain_zigzag import add_zigzag_arguments, zigzag_facts
 from cp_client.shape_args import (
     add_grid_arguments,
     add_layout_arguments,
@@ -29,9 +30,9 @@ Facts = dict[str, Any]
 
 
 def add_explain_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
-    """Add `explain slots|lengths|groups|transfer`; every one sets `func(args) -> exit status`."""
+    """Add `explain slots|lengths|groups|zigzag|transfer`; every one sets `func(args) -> exit status`."""
     explain = subparsers.add_parser("explain", help="show where tokens, blocks and ranks lie")
-    topics = explain.add_subparsers(dest="topic", required=True, metavar="{slots,lengths,groups,transfer}")
+    topics = explain.add_subparsers(dest="topic", required=True, metavar="{slots,lengths,groups,zigzag,transfer}")
 
     slots = _topic(topics, "slots", "owner and slot of token positions", slot_facts)
     _add_shards(slots)
@@ -46,6 +47,9 @@ def add_explain_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
 
     groups = _topic(topics, "groups", "the rank grid and its TP, PCP and DCP groups", group_facts)
     add_grid_arguments(groups)
+
+    zigzag = _topic(topics, "zigzag", "which prefill member computes which tokens of a batch", zigzag_facts)
+    add_zigzag_arguments(zigzag)
 
     transfer = _topic(topics, "transfer", "what moves between two layouts, and what coarser units would send", transfer_facts)
     add_transfer_arguments(transfer)

@@ -95,13 +95,48 @@ def transfer_table(facts: dict[str, Any]) -> Group:
     return Group(Text(f"transfer of {facts['useful_tokens']} tokens: {ends}"), moves, units)
 
 
+def zigzag_table(facts: dict[str, Any]) -> Group:
+    """One row per request with its tokens as a bar in the colours of their members, then one row per member."""
+    title = f"zigzag: {sum(facts['lengths'])} tokens of {len(facts['lengths'])} requests over {len(facts['ranks'])} members"
+    requests = _table()
+    for header in ("request", "computed", "new"):
+        requests.add_column(header, justify="right")
+    requests.add_column("members, by position")
+    pieces = [(row["request"], row["start"], row["length"], m) for m, rank in enumerate(facts["ranks"]) for row in rank["rows"]]
+    for request, (computed, length) in enumerate(zip(facts["computed"], facts["lengths"], strict=True)):
+        bar = Text()
+        for _, start, count, member in sorted(piece for piece in pieces if piece[0] == request):
+            begin, end = (_REQUEST_WIDTH * (at - computed) // length for at in (start, start + count))
+            bar.append(str(member).ljust(max(end - begin, len(str(member)) + 1), "━"), style=_style(member))
+        requests.add_row(str(request), str(computed), str(length), bar)
+    members = _table()
+    for header in ("member", "tokens", "pairs"):
+        members.add_column(header, justify="right")
+    members.add_column("pairs, of the heaviest")
+    members.add_column("rows, as request: positions")
+    heaviest = max(facts["attention_pairs"])
+    for member, (rank, pairs) in enumerate(zip(facts["ranks"], facts["attention_pairs"], strict=True)):
+        share = Text(_bar(pairs, heaviest), style=_style(member))
+        rows = ", ".join(f"{row['request']}: {_span(row['start'], row['length'])}" for row in rank["rows"])
+        members.add_row(Text(str(member), style=_style(member)), str(len(rank["positions"])), str(pairs), share, rows)
+    return Group(Text(title), requests, members)
+
+
+_REQUEST_WIDTH = 40
+"""Characters that a request's bar is drawn with, or a few more."""
+
 TABLES: dict[str, Callable[[dict[str, Any]], Group]] = {
     "slots": slots_table,
     "lengths": lengths_table,
     "groups": groups_table,
     "transfer": transfer_table,
+    "zigzag": zigzag_table,
 }
 """Drawing of each topic, from the facts that its JSON carries."""
+
+
+def _span(start: int, length: int) -> str:
+    return str(start) if length == 1 else f"{start}–{start + length - 1}"
 
 
 def _table() -> Table:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from coordinator.plan import Sampling, ScheduledStep
+from coordinator.choice import COMPUTABLE, Replicas
+from coordinator.plan import DecodeMode, Gather, Sampling, ScheduledStep
 from coordinator.request import Request
 from coordinator.scheduler import Progress, Scheduler, SchedulerConfig
 from coordinator.wire_plan import to_step_plan
@@ -42,6 +43,8 @@ class Shape:
     merge: str = "a2a"
     dtype: str = "float32"
     kv_dtype: str = "float32"
+    ways: frozenset[DecodeMode] = COMPUTABLE
+    pcp_gather: Gather = Gather.NONE
 
     def config(self) -> common_pb2.ClusterConfig:
         return common_pb2.ClusterConfig(
@@ -102,6 +105,7 @@ class InprocCluster:
             self.layout,
             shape.blocks,
             identity=b"inproc",
+            replicas=Replicas(shape.pcp, shape.dcp, shape.ways, shape.pcp_gather),
         )
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ def document(capsys: pytest.CaptureFixture[str], *argv: str) -> dict[str, Any]:
 
 SLOTS = ("slots", "--block-size", "4", "--interleave", "2", "--cp", "2", "--block-table", "24,7", "--positions", "0,3,4,12")
 LENGTHS = ("lengths", "--interleave", "2", "--cp", "2", "--block-size", "4", "--tokens", "9")
+ZIGZAG = ("zigzag", "--pcp", "2", "--lengths", "8,5", "--computed", "5,0")
 GROUPS = ("groups", "--tp", "2", "--pcp", "2", "--dcp", "4")
 
 
@@ -105,6 +106,35 @@ def test_transfer_of_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["block_granular"] == {"sent_tokens": 0, "waste": 0.0}
 
 
+def test_d7_zigzag_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert document(capsys, *ZIGZAG) == {
+        "lengths": [8, 5],
+        "computed": [5, 0],
+        "ranks": [
+            {
+                "rows": [
+                    {"request": 0, "start": 5, "length": 2},
+                    {"request": 0, "start": 11, "length": 2},
+                    {"request": 1, "start": 0, "length": 2},
+                ],
+                "positions": [5, 6, 11, 12, 0, 1],
+            },
+            {
+                "rows": [{"request": 0, "start": 7, "length": 4}, {"request": 1, "start": 2, "length": 3}],
+                "positions": [7, 8, 9, 10, 2, 3, 4],
+            },
+        ],
+        "attention_pairs": [6 + 7 + 12 + 13 + 1 + 2, 8 + 9 + 10 + 11 + 3 + 4 + 5],
+        "restore_index": [0, 1, 6, 7, 8, 9, 2, 3, 4, 5, 10, 11, 12],
+    }
+
+
+def test_d2_zigzag_of_single_tokens_goes_to_the_lightest(capsys: pytest.CaptureFixture[str]) -> None:
+    facts = document(capsys, "zigzag", "--pcp", "3", "--lengths", "1,1,1,1")
+    assert [[row["request"] for row in rank["rows"]] for rank in facts["ranks"]] == [[0, 3], [1], [2]]
+    assert facts["attention_pairs"] == [2, 1, 1]
+
+
 @pytest.mark.parametrize(
     "spelling",
     [
@@ -134,6 +164,14 @@ def test_long_name_of_the_interleave(capsys: pytest.CaptureFixture[str]) -> None
         (LENGTHS, ["9 tokens over 2 shards", "unused slots", "█"]),
         (GROUPS, ["4 ranks", "[0, 2, 1, 3]", "replica"]),
         (TRANSFER, ["transfer of 16 tokens: cp 4, interleave 1, block 16 to cp 1", "75.0%", "whole blocks", "█████"]),
+        (
+            ZIGZAG,
+            [
+                "13 tokens of 2 requests over 2 members",
+                "0: 5–6, 0: 11–12, 1: 0–1",
+                "0━━━━━━━━━1━━━━━━━━━━━━━━━━━━━0━━━━━━━━━",
+            ],
+        ),
     ],
 )
 def test_drawing_and_picture_show_the_same(
@@ -182,6 +220,11 @@ def test_picture_that_cannot_be_written_fails(capsys: pytest.CaptureFixture[str]
             ("lengths", "--cp", "2", "--block-size", "16", "--interleave", "32", "--tokens", "9"),
             "interleave size 32 must divide",
         ),
+        (("zigzag", "--pcp", "0", "--lengths", "9"), "at least 1 member, got 0"),
+        (("zigzag", "--pcp", "65537", "--lengths", "9"), "65537 members are more than the limit of 65536"),
+        (("zigzag", "--pcp", "2", "--lengths", "9,0"), "at least 1 token after 0 or more, got 0 after 0"),
+        (("zigzag", "--pcp", "2", "--lengths", "9,1", "--computed", "4"), "--computed names 1 requests, --lengths 2"),
+        (("zigzag", "--pcp", "2", "--lengths", "4194304,1"), "4194305 tokens is beyond the limit of 4194304"),
         (("lengths", "--cp", "0", "--tokens", "9"), "number of KV shards must be at least 1, got 0"),
         (("lengths", "--cp", "2", "--interleave", "0", "--tokens", "9"), "interleave size must be at least 1, got 0"),
         (("lengths", "--cp", "2", "--tokens", "-9"), "a length must be at least 0, got -9"),
@@ -220,7 +263,7 @@ def test_j2_refusals_are_one_sentence_and_exit_2(
         ((*TRANSFER[:6], "cp"), "'cp' is not one of"),
         ((*TRANSFER[:6], "cp=1,cp=2"), "cp is given twice"),
         ((*TRANSFER[:6], "cp=x"), "'x' is not an integer"),
-        ((), "required: {slots,lengths,groups,transfer}"),
+        ((), "required: {slots,lengths,groups,zigzag,transfer}"),
     ],
 )
 def test_malformed_arguments_exit_2(capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str) -> None:
