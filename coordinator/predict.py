@@ -12,10 +12,26 @@ _WEIGHT = 0.2
 
 
 def prior_seconds_per_token(shape: ModelShape, tp: int) -> float:
-    """2 FLOP per parameter a rank holds, at PRIOR_FLOPS."""
-    q, kv = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    layer = shape.hidden_size * (2 * q + 2 * kv + 3 * shape.intermediate_size)
-    return 2 * (shape.num_layers * layer + shape.vocab_size * shape.hidden_size) / tp / PRIOR_FLOPS
+    """2 FLOP per parameter of a rank that a token goes through, at PRIOR_FLOPS."""
+    layers = sum(_attention(shape) + _ffn(shape, layer) for layer in range(shape.num_layers))
+    return 2 * (layers + shape.vocab_size * shape.hidden_size) / tp / PRIOR_FLOPS
+
+
+def _attention(shape: ModelShape) -> int:
+    hidden, heads = shape.hidden_size, shape.num_heads
+    q, out = heads * shape.query_head_dim, heads * shape.value_head_dim
+    if shape.mla is None:
+        return hidden * (q + out + 2 * shape.num_kv_heads * shape.head_dim)
+    mla = shape.mla
+    queries = hidden * q if mla.q_lora_rank is None else mla.q_lora_rank * (hidden + q)
+    return queries + hidden * (out + mla.latent_dim) + mla.kv_lora_rank * heads * (mla.qk_nope_head_dim + mla.v_head_dim)
+
+
+def _ffn(shape: ModelShape, layer: int) -> int:
+    if shape.moe is None or not shape.is_mixture(layer):
+        return 3 * shape.hidden_size * shape.intermediate_size
+    columns = shape.moe.experts_per_token * shape.moe.intermediate_size + shape.moe.shared_size
+    return shape.hidden_size * (3 * columns + shape.moe.num_experts)
 
 
 class StepPredictor:

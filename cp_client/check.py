@@ -30,13 +30,14 @@ def check(args: Namespace) -> int:
         grid = grid_from(args)
         layout = layout_from(args, grid.dcp)
         check_layout(grid, layout)
-        heads = _heads(args)
+        judged = _heads(args)
+        heads, mla = (None, args.mla) if judged is None else judged
         if heads is not None:
-            check_heads(grid, *heads, mla=args.mla)
+            check_heads(grid, *heads, mla=mla)
     except (LayoutError, _Refused) as refusal:
         print(f"kvloom: {refusal}", file=sys.stderr)
         return REFUSED
-    print(_summary(grid, layout, heads, args.mla))
+    print(_summary(grid, layout, heads, mla))
     return DONE
 
 
@@ -44,28 +45,28 @@ class _Refused(Exception):
     """Arguments that contradict one another, or a model that cannot be read."""
 
 
-def _heads(args: Namespace) -> tuple[int, int] | None:
-    """(Q heads, KV heads) of the model or of the arguments; None when only the shape is to be judged."""
+def _heads(args: Namespace) -> tuple[tuple[int, int], bool] | None:
+    """((Q heads, KV heads), whether they are latent) of the model or of the arguments; None when only the shape is judged."""
     queries, keys = args.num_attention_heads, args.num_key_value_heads
     if args.model is not None:
         if args.mla or queries is not None or keys is not None:
             raise _Refused(f"MODEL {args.model} brings its own heads: give either MODEL or head counts (or --mla), not both")
         return _model_heads(args.model)
     if args.mla:
-        return None if queries is None else (queries, 1)
+        return None if queries is None else ((queries, 1), True)
     if (queries is None) != (keys is None):
         raise _Refused("--num-attention-heads and --num-key-value-heads are judged together: give both or neither")
-    return None if queries is None else (queries, keys)
+    return None if queries is None else ((queries, keys), False)
 
 
-def _model_heads(path: str) -> tuple[int, int]:
+def _model_heads(path: str) -> tuple[tuple[int, int], bool]:
     from model_files import ModelRefused, open_model
 
     try:
         shape = open_model(path).shape
     except ModelRefused as error:
         raise _Refused(str(error)) from None
-    return shape.num_heads, shape.num_kv_heads
+    return (shape.num_heads, shape.num_kv_heads), shape.mla is not None
 
 
 def _summary(grid: Grid, layout: Layout, heads: tuple[int, int] | None, mla: bool) -> str:

@@ -58,6 +58,7 @@ def settle(asked: common_pb2.ClusterConfig, shape: ModelShape) -> common_pb2.Clu
         layout_of(config),
         shape.num_heads,
         shape.num_kv_heads,
+        mla=shape.mla is not None,
         q_replicate=config.q_replicate,
         kv_tokens_per_rank=config.kv_cache_tokens_per_rank or None,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture. All share grouped-query attention, rotary positions, RMS norms and a SiLU-gated FFN."""
+    """One architecture. All share rotary positions, RMS norms and a SiLU-gated FFN."""
 
     architecture: str
     """Name in config.json."""
@@ -38,7 +38,26 @@ FAMILIES: Mapping[str, Family] = {
         ),
     )
 }
-"""By architecture name."""
+"""Those with grouped-query attention, by architecture name."""
+
+_LATENT_SIZES = (
+    "max_position_embeddings",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+)
+
+MLA_FAMILIES: Mapping[str, Family] = {
+    family.architecture: family
+    for family in (
+        Family("DeepseekV2ForCausalLM", "deepseek_v2", must_state=_LATENT_SIZES),
+        Family("DeepseekV3ForCausalLM", "deepseek_v3", must_state=_LATENT_SIZES),
+    )
+}
+"""Those with latent attention and, mostly, experts."""
+
+ALL_FAMILIES: Mapping[str, Family] = {**FAMILIES, **MLA_FAMILIES}
 
 GGUF_FAMILIES: Mapping[str, Family] = {family.gguf: family for family in FAMILIES.values() if family.gguf is not None}
 """By `general.architecture`. Mistral's files call themselves llama."""

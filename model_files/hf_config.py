@@ -5,8 +5,9 @@ from typing import Any
 
 from cp_layout.model_shape import ModelShape
 from model_files.errors import ModelRefused
-from model_files.families import FAMILIES, Family
+from model_files.families import ALL_FAMILIES, MLA_FAMILIES, Family
 from model_files.fields import Fields
+from model_files.hf_mla import mla_from_config, moe_from_config
 from model_files.hf_rope import rope_from_config
 from model_files.safetensors_index import STORED_DTYPES
 
@@ -32,14 +33,20 @@ def shape_from_config(config: dict[str, Any], origin: Path, stored_dtype: str | 
     _refuse_other_mathematics(fields, family, origin)
     for name in family.must_state:
         fields.count(name)
-    heads, hidden = fields.count("num_attention_heads"), fields.count("hidden_size")
-    kv_heads = fields.count("num_key_value_heads", heads)
-    head_dim = head_dim_of(hidden, heads, kv_heads, fields.get("head_dim"), origin)
+    heads, hidden, layers = map(fields.count, ("num_attention_heads", "hidden_size", "num_hidden_layers"))
+    mla = moe = None
+    if family.architecture in MLA_FAMILIES:
+        mla = mla_from_config(fields, family, origin, heads)
+        moe = moe_from_config(fields, family, layers)
+        kv_heads, head_dim = 1, mla.qk_rope_head_dim
+    else:
+        kv_heads = fields.count("num_key_value_heads", heads)
+        head_dim = head_dim_of(hidden, heads, kv_heads, fields.get("head_dim"), origin)
     max_position = fields.count("max_position_embeddings", 2048)
     rope_theta, rope_scaling = rope_from_config(fields, origin, max_position)
     return ModelShape(
         architecture=family.architecture,
-        num_layers=fields.count("num_hidden_layers"),
+        num_layers=layers,
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=kv_heads,
@@ -54,6 +61,8 @@ def shape_from_config(config: dict[str, Any], origin: Path, stored_dtype: str | 
         rope_scaling=rope_scaling,
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
+        mla=mla,
+        moe=moe,
     )
 
 
@@ -72,11 +81,13 @@ def head_dim_of(hidden: int, heads: int, kv_heads: int, stated: Any, origin: Pat
 def _family(fields: Fields, origin: Path) -> Family:
     """The family that `architectures` and `model_type` agree on; either may be absent, a Llama needs neither."""
     architectures, model_type = fields.get("architectures"), fields.get("model_type")
-    for family in FAMILIES.values():
+    for family in ALL_FAMILIES.values():
         if architectures in (None, [family.architecture]) and model_type in (None, family.model_type):
             return family
     named = ", ".join(map(str, architectures)) if isinstance(architectures, list) else str(architectures)
-    raise ModelRefused(f"{origin}: architecture {named} (model_type {model_type}) is not supported, only {', '.join(FAMILIES)}")
+    raise ModelRefused(
+        f"{origin}: architecture {named} (model_type {model_type}) is not supported, only {', '.join(ALL_FAMILIES)}"
+    )
 
 
 def _refuse_other_mathematics(fields: Fields, family: Family, origin: Path) -> None:
@@ -84,7 +95,8 @@ def _refuse_other_mathematics(fields: Fields, family: Family, origin: Path) -> N
         fields.only(name)
     fields.only("attention_bias", family.qkv_bias)
     fields.only("mlp_bias", False)
-    for name in ("num_local_experts", "num_experts", "n_routed_experts"):
+    experts = ("num_local_experts", "num_experts", "n_routed_experts")
+    for name in experts if family.architecture not in MLA_FAMILIES else experts[:-1]:
         fields.only(name, 0)
     fields.only("hidden_act", "silu")
     fields.only("use_sliding_window", False)

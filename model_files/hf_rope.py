@@ -40,6 +40,14 @@ def rope_from_config(fields: Fields, origin: Path, max_position: int) -> tuple[f
     return theta, read(rope, original, max_position)
 
 
+def yarn_score_factor(fields: Fields, origin: Path) -> float:
+    """What latent attention multiplies its scores by: (0.1·mscale_all_dim·ln(factor) + 1)² for YaRN, 1 otherwise."""
+    _, rope = _stated(fields, origin)
+    if rope.get("rope_type", rope.get("type")) != "yarn" or rope.get("mscale_all_dim") is None:
+        return 1.0
+    return _magnitude(rope.real("factor"), rope.real("mscale_all_dim")) ** 2
+
+
 def _stated(fields: Fields, origin: Path) -> tuple[str, Fields]:
     """The object with the rotary settings, by whichever name it is there."""
     given = {}
@@ -91,12 +99,13 @@ def _yarn(rope: Fields, original: int, max_position: int) -> YarnRope:
 def _yarn_magnitude(rope: Fields, factor: float) -> float:
     """YaRN's 0.1·ln(factor) + 1; the quotient of two such terms where the file weighs them by `mscale` and `mscale_all_dim`."""
 
-    def magnitude(weight: float) -> float:
-        return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
     if rope.get("mscale") is None or rope.get("mscale_all_dim") is None:
-        return magnitude(1.0)
-    return magnitude(rope.real("mscale")) / magnitude(rope.real("mscale_all_dim"))
+        return _magnitude(factor, 1.0)
+    return _magnitude(factor, rope.real("mscale")) / _magnitude(factor, rope.real("mscale_all_dim"))
+
+
+def _magnitude(factor: float, weight: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
 _Reader = Callable[[Fields, int, int], RopeScaling]

@@ -31,39 +31,71 @@ class TensorInfo:
 
 def expected_tensors(shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Name → shape of every tensor that a checkpoint of this shape must hold."""
-    hidden, ffn = shape.hidden_size, shape.intermediate_size
-    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    hidden = shape.hidden_size
     expected: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (shape.vocab_size, hidden)}
     for layer in range(shape.num_layers):
         prefix = f"model.layers.{layer}."
-        expected |= {
-            prefix + "input_layernorm.weight": (hidden,),
-            prefix + "self_attn.q_proj.weight": (queries, hidden),
-            prefix + "self_attn.k_proj.weight": (keys, hidden),
-            prefix + "self_attn.v_proj.weight": (keys, hidden),
-        }
-        if shape.qkv_bias:
-            expected |= {
-                prefix + "self_attn.q_proj.bias": (queries,),
-                prefix + "self_attn.k_proj.bias": (keys,),
-                prefix + "self_attn.v_proj.bias": (keys,),
-            }
-        if shape.qk_norm:
-            expected |= {
-                prefix + "self_attn.q_norm.weight": (shape.head_dim,),
-                prefix + "self_attn.k_norm.weight": (shape.head_dim,),
-            }
-        expected |= {
-            prefix + "self_attn.o_proj.weight": (hidden, queries),
-            prefix + "post_attention_layernorm.weight": (hidden,),
-            prefix + "mlp.gate_proj.weight": (ffn, hidden),
-            prefix + "mlp.up_proj.weight": (ffn, hidden),
-            prefix + "mlp.down_proj.weight": (hidden, ffn),
-        }
+        attention = _grouped_query if shape.mla is None else _latent
+        expected[prefix + "input_layernorm.weight"] = (hidden,)
+        expected |= {f"{prefix}self_attn.{name}": dims for name, dims in attention(shape).items()}
+        expected[prefix + "self_attn.o_proj.weight"] = (hidden, shape.num_heads * shape.value_head_dim)
+        expected[prefix + "post_attention_layernorm.weight"] = (hidden,)
+        ffn = _experts(shape) if shape.is_mixture(layer) else _ffn(hidden, shape.intermediate_size)
+        expected |= {f"{prefix}mlp.{name}": dims for name, dims in ffn.items()}
     expected["model.norm.weight"] = (hidden,)
     if not shape.tie_embeddings:
         expected["lm_head.weight"] = (shape.vocab_size, hidden)
     return expected
+
+
+def _grouped_query(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    hidden = shape.hidden_size
+    queries, keys = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    expected: dict[str, tuple[int, ...]] = {
+        "q_proj.weight": (queries, hidden),
+        "k_proj.weight": (keys, hidden),
+        "v_proj.weight": (keys, hidden),
+    }
+    if shape.qkv_bias:
+        expected |= {"q_proj.bias": (queries,), "k_proj.bias": (keys,), "v_proj.bias": (keys,)}
+    if shape.qk_norm:
+        expected |= {"q_norm.weight": (shape.head_dim,), "k_norm.weight": (shape.head_dim,)}
+    return expected
+
+
+def _latent(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    mla, hidden = shape.mla, shape.hidden_size
+    assert mla is not None
+    queries, rank = shape.num_heads * mla.qk_head_dim, mla.q_lora_rank
+    expected: dict[str, tuple[int, ...]] = (
+        {"q_proj.weight": (queries, hidden)}
+        if rank is None
+        else {"q_a_proj.weight": (rank, hidden), "q_a_layernorm.weight": (rank,), "q_b_proj.weight": (queries, rank)}
+    )
+    return expected | {
+        "kv_a_proj_with_mqa.weight": (mla.latent_dim, hidden),
+        "kv_a_layernorm.weight": (mla.kv_lora_rank,),
+        "kv_b_proj.weight": (shape.num_heads * (mla.qk_nope_head_dim + mla.v_head_dim), mla.kv_lora_rank),
+    }
+
+
+def _ffn(hidden: int, columns: int) -> dict[str, tuple[int, ...]]:
+    return {
+        "gate_proj.weight": (columns, hidden),
+        "up_proj.weight": (columns, hidden),
+        "down_proj.weight": (hidden, columns),
+    }
+
+
+def _experts(shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    moe, hidden = shape.moe, shape.hidden_size
+    assert moe is not None
+    expected: dict[str, tuple[int, ...]] = {"gate.weight": (moe.num_experts, hidden)}
+    if moe.topk_method == "noaux_tc":
+        expected["gate.e_score_correction_bias"] = (moe.num_experts,)
+    for expert in range(moe.num_experts):
+        expected |= {f"experts.{expert}.{name}": dims for name, dims in _ffn(hidden, moe.intermediate_size).items()}
+    return expected | {f"shared_experts.{name}": dims for name, dims in _ffn(hidden, moe.shared_size).items()}
 
 
 def select_tensors(found: Iterable[TensorInfo], shape: ModelShape, origin: Path) -> dict[str, TensorInfo]:
@@ -73,9 +105,11 @@ def select_tensors(found: Iterable[TensorInfo], shape: ModelShape, origin: Path)
     the computation. A head stored beside a tied embedding is not an error: it is the embedding.
     """
     by_name = {tensor.name: tensor for tensor in found}
+    # Before the expectation is spelled out: the numbers come from a file and may be anything.
     if shape.num_layers > len(by_name):
-        # Before the expectation is spelled out: the number comes from a file and may be anything.
         raise ModelRefused(f"{origin}: {len(by_name)} tensors can't make up {shape.num_layers} layers")
+    if shape.moe is not None and shape.moe.num_experts > len(by_name):
+        raise ModelRefused(f"{origin}: {len(by_name)} tensors can't make up {shape.moe.num_experts} experts")
     expected = expected_tensors(shape)
     for name, dims in expected.items():
         tensor = by_name.get(name)

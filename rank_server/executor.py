@@ -1,11 +1,10 @@
 """What a rank does for each command of its lane. Runs on the worker thread only; knows nothing of gRPC calls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cp_layout.cuts import kv_head_cut
 from cp_wire.errors import ConfigRefused
 from cp_wire.host_memory import PoolRefused, available_bytes, max_kv_blocks
 from cp_wire.pb import common_pb2, rank_pb2
@@ -23,8 +22,7 @@ from rank_server.sequences import PlanRefused, SequenceTable
 from rank_server.step_batch import build, commit, hold, keep_history, no_history, take_in
 
 if TYPE_CHECKING:
-    from rank_server.models.decoder import DecoderModel
-    from rank_server.models.resident import DecoderWeights
+    from rank_server.models.table import Model, Weights
 
 
 class Executor:
@@ -49,11 +47,11 @@ class Executor:
         self._device = device
         self._backend: Backend | None = None
         self._place: Place | None = None
-        self._weights: DecoderWeights | None = None
+        self._weights: Weights | None = None
         self._bytes_per_block = 0
         self._pool: KvPool | None = None
         self._groups: dict[str, Group] = {}
-        self._model: DecoderModel | None = None
+        self._model: Model | None = None
         self._ways: Ways | None = None
         self._sequences = SequenceTable()
         self.load_fraction = 0.0
@@ -104,15 +102,16 @@ class Executor:
         shape, place = self._files.shape, self.place
         if self._pool is not None:
             raise PlanRefused("the KV pool is allocated already")
-        first, last = kv_head_cut(shape.num_kv_heads, place.grid.tp, place.tp_index)
+        spec = shape.kv_spec(place.grid.tp)
         pool = KvPool(
             num_layers=shape.num_layers,
             num_blocks=num_blocks,
             block_size=place.layout.block_size,
-            num_kv_heads=last - first,
-            head_dim=shape.head_dim,
+            num_kv_heads=spec.heads,
+            head_dim=spec.width,
             dtype=place.kv_dtype,
             device=place.device,
+            rows=spec.rows,
         )
         if pool.bytes_per_block != self._bytes_per_block:
             raise PoolRefused(f"a KV block takes {pool.bytes_per_block} bytes, {self._bytes_per_block} were planned")
@@ -169,7 +168,7 @@ class Executor:
         share, flow = ways.of(plan, rows, self._sequences)
         batch = build(plan, self._sequences, share, place.device)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: Any) -> torch.Tensor:
             self._progress()
             return flow.attend(layer, q, k, v)
 
@@ -184,11 +183,11 @@ class Executor:
     def _history_of(self, admitted: rank_pb2.AdmittedRequest) -> TokenHistory | None:
         return keep_history(admitted, self._files.shape.vocab_size, self.place.device)
 
-    def _assemble(self, pool: KvPool) -> "tuple[DecoderModel, Ways]":
+    def _assemble(self, pool: KvPool) -> "tuple[Model, Ways]":
         if self._model is None or self._ways is None:
             place, shape = self.place, self._files.shape
             self._model = build_model(shape, self._require_weights(), self._group("tp"))
-            self._ways = Ways(place, pool, self._group, scale=shape.head_dim**-0.5)
+            self._ways = Ways(place, pool, self._group, shape)
         return self._model, self._ways
 
     def _group(self, kind: str) -> Group:
@@ -209,7 +208,7 @@ class Executor:
         free = free_bytes(device)
         return max_kv_blocks(config, self._bytes_per_block, free, 1, int(free * POOL_SHARE))
 
-    def _require_weights(self) -> "DecoderWeights":
+    def _require_weights(self) -> "Weights":
         if self._weights is None:
             raise PlanRefused("the rank is not configured yet")
         return self._weights

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class KvPool:
-    """K and V of [num_blocks, block_size, num_kv_heads, head_dim] per layer.
+    """K and V of [num_blocks, block_size, num_kv_heads, head_dim] per layer, or, with rows = 1, one latent of that shape.
 
     Tokens are the outer dimensions and heads the inner ones: writing a token is one contiguous row, and blocks with adjacent
     ids are one [tokens, heads, head_dim] tensor that attention reads through strides, without a copy. Block-major inside a
@@ -25,8 +25,9 @@ class KvPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
+        rows: int = 2,
     ) -> None:
-        shape = (num_layers, 2, num_blocks, block_size, num_kv_heads, head_dim)
+        shape = (num_layers, rows, num_blocks, block_size, num_kv_heads, head_dim)
         if min(shape) < 1:
             raise ValueError(
                 f"KV pool of {num_layers} layers, {num_blocks} blocks of {block_size} tokens, "
@@ -46,8 +47,13 @@ class KvPool:
         return self._data.dtype
 
     @property
+    def device(self) -> torch.device:
+        """Where it lies."""
+        return self._data.device
+
+    @property
     def bytes_per_block(self) -> int:
-        """Bytes that one block id stands for: K and V of all layers."""
+        """Bytes that one block id stands for: what all layers store."""
         return self._data.nbytes // self.num_blocks
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -59,12 +65,23 @@ class KvPool:
 
         Tokens with slot −1 belong to another shard and are skipped. A slot beyond the pool raises IndexError.
         """
+        self._write(layer, (k, v), slots)
+
+    def latents(self, layer: int) -> Tensor:
+        """Latents of a layer, [num_blocks, block_size, width]; a view."""
+        return self._data[layer, 0].flatten(2)
+
+    def write_latents(self, layer: int, latents: Tensor, slots: Tensor) -> None:
+        """Stores latents [T, width] as `write` does keys."""
+        self._write(layer, (latents.unsqueeze(1),), slots)
+
+    def _write(self, layer: int, rows: tuple[Tensor, ...], slots: Tensor) -> None:
         mine = slots >= 0
         if not mine.all():
-            slots, k, v = slots[mine], k[mine], v[mine]
+            slots, rows = slots[mine], tuple(x[mine] for x in rows)
         if slots.numel() == 0:
             return
-        for cache, x in zip(self.cache(layer), (k, v), strict=True):
+        for cache, x in zip(self._data[layer], rows, strict=True):
             cache.view(-1, self.num_kv_heads, self.head_dim)[slots] = x.to(cache.dtype)
 
     def fill_nan(self, blocks: Sequence[int]) -> None:

@@ -59,7 +59,7 @@ class Place:
             raise ConfigRefused(f"merge {config.merge} is not one of {', '.join(MERGES.values())}")
         if config.q_replicate:
             raise ConfigRefused("replicated query projections are not supported")
-        check_config(grid, layout, shape.num_heads, shape.num_kv_heads)
+        check_config(grid, layout, shape.num_heads, shape.num_kv_heads, mla=shape.mla is not None)
         coords = grid.coords(rank)
         return cls(
             rank=rank,

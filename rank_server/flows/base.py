@@ -1,6 +1,6 @@
 """How a step's rows meet the keys."""
 
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -12,9 +12,10 @@ class Flow(Protocol):
     each of them computes.
     """
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Any) -> Tensor:
         """q [T, hq, D], k and v [T, hk, D] of the T tokens that this rank computes → [T, hq, D] in q's dtype.
 
+        With latent attention q is [T, hq, dn + dr], k the latents [T, dc + dr], v the layer's `UpProjection`; → [T, hq, dv].
         Afterwards the keys and values of all the step's tokens are in the caches that hold them.
         """
         ...

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Sequence
 
 from cp_layout.grid import Grid
+from cp_layout.model_shape import ModelShape
 from cp_wire.pb import common_pb2, rank_pb2
 from rank_server.attention.dcp_gqa import DcpAttention
+from rank_server.attention.dcp_mla import DcpLatentAttention
 from rank_server.attention.rows import KvRow, attention_batch
 from rank_server.collectives.base import Group
 from rank_server.flows.base import Flow
@@ -24,17 +26,16 @@ def check_way(plan: rank_pb2.StepPlan, grid: Grid) -> None:
 class Ways:
     """All the flows of one rank over its pool and its open groups. group: the rank's group of a kind."""
 
-    def __init__(self, place: Place, pool: KvPool, group: Callable[[str], Group], scale: float) -> None:
+    def __init__(self, place: Place, pool: KvPool, group: Callable[[str], Group], shape: ModelShape) -> None:
         self._place = place
-        self._device = pool.cache(0)[0].device
-        self._replicated = DcpAttention(
-            pool,
-            q_group=group("q"),
-            dcp_group=group("dcp"),
-            merge=place.merge,
-            scale=scale,
-            pcp=1 if place.grid.dcp == 1 else place.grid.pcp,
-        )
+        self._device = pool.device
+        pcp = 1 if place.grid.dcp == 1 else place.grid.pcp
+        groups = (group("q"), group("dcp"))
+        self._replicated: DcpAttention | DcpLatentAttention
+        if shape.mla is None:
+            self._replicated = DcpAttention(pool, *groups, place.merge, shape.score_scale, pcp)
+        else:
+            self._replicated = DcpLatentAttention(pool, *groups, place.merge, shape.score_scale, pcp, shape.mla)
 
     def of(self, plan: rank_pb2.StepPlan, rows: Sequence[KvRow], sequences: SequenceTable) -> tuple[Share, Flow]:
         """The rank's share of a plan and the flow through which its rows go; a pure function of the plan and the place."""

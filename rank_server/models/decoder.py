@@ -14,6 +14,7 @@ from torch.nn import functional
 from cp_layout.cuts import cut
 from cp_layout.model_shape import ModelShape
 from rank_server.collectives.base import Group
+from rank_server.models.ends import embed, gathered
 from rank_server.models.linear import Linear
 from rank_server.models.resident import DecoderWeights, LayerMatrices
 from rank_server.models.rotary import Rotary, rotate
@@ -131,7 +132,7 @@ class DecoderModel:
         local = _side_by_side([matrix(hidden) for matrix in way.head])
         if way.sum_group is None:
             return local.float()
-        parts = _gathered(local, [last - first for first, last in way.vocabulary], way.sum_group)
+        parts = gathered(local, [last - first for first, last in way.vocabulary], way.sum_group)
         return torch.cat(parts, 1).float()
 
     def _way(self, split: bool) -> _Way:
@@ -143,14 +144,7 @@ class DecoderModel:
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         """Each replica has the whole embedding and a look-up costs nothing, so this is never split."""
-        embedding = self._weights.embedding
-        if self._tp.size == 1:
-            return embedding[token_ids]
-        first, last = self._vocabulary[self._tp.index]
-        mine = (token_ids >= first) & (token_ids < last)
-        x = torch.zeros(len(token_ids), self._shape.hidden_size, dtype=embedding.dtype, device=token_ids.device)
-        x[mine] = embedding[token_ids[mine] - first]
-        return self._tp.all_reduce(x)
+        return embed(self._weights.embedding, token_ids, self._vocabulary[self._tp.index], self._tp)
 
     def _qkv(self, x: Tensor, matrices: tuple[Linear, ...], group: Group | None) -> Tensor:
         """[T, hq + 2·hk, D]."""
@@ -158,7 +152,7 @@ class DecoderModel:
         heads, head_dim = self._num_q + 2 * self._num_kv, self._shape.head_dim
         if group is not None:
             widths = [last - first for first, last in (cut(heads * head_dim, group.size, i) for i in range(group.size))]
-            local = torch.cat(_gathered(local, widths, group), 1)
+            local = torch.cat(gathered(local, widths, group), 1)
         return local.view(len(local), heads, head_dim)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -182,10 +176,3 @@ def _completed(total: Tensor | None, group: Group | None) -> Tensor:
 
 def _side_by_side(outputs: list[Tensor]) -> Tensor:
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
-
-
-def _gathered(local: Tensor, widths: list[int], group: Group) -> list[Tensor]:
-    """[T, widths[i]] of each member. Counts must be equal: all send as many columns as the widest one has."""
-    widest = max(widths)
-    padded = local if local.shape[1] == widest else functional.pad(local, (0, widest - local.shape[1]))
-    return [part[:, :width] for part, width in zip(group.all_gather(padded), widths, strict=True)]

@@ -50,6 +50,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
 
 
+def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The same for heads [T, heads, D] whose pairs are dimensions 2i and 2i + 1; they come out as `rotate`'s, i and i + D/2."""
+    return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), -1), cos, sin)
+
+
 def _llama3(plain: Tensor, scaling: Llama3Rope) -> Tensor:
     """Llama 3.1's rule: by wavelength, in tokens, against two bounds set by the original context."""
     wavelengths = 2 * math.pi / plain

@@ -10,37 +10,45 @@ from torch import Tensor
 
 from cp_layout.model_shape import ModelShape
 from model_files import ModelFiles, ModelRefused
-from model_files.families import FAMILIES
+from model_files.families import FAMILIES, MLA_FAMILIES
 from rank_server.collectives.base import Group
 from rank_server.models import weights as weight_files
 from rank_server.models.decoder import DecoderModel, SplitGroups
+from rank_server.models.mla import MlaModel
+from rank_server.models.mla_weights import MlaWeights
 from rank_server.models.resident import DecoderWeights
 
-MODELS: Mapping[str, type[DecoderModel]] = dict.fromkeys(FAMILIES, DecoderModel)
+Model = DecoderModel | MlaModel
+Weights = DecoderWeights | MlaWeights
+
+MODELS: Mapping[str, tuple[type[Weights], type[Model]]] = {
+    **dict.fromkeys(FAMILIES, (DecoderWeights, DecoderModel)),
+    **dict.fromkeys(MLA_FAMILIES, (MlaWeights, MlaModel)),
+}
 
 
 def load_weights(
     files: ModelFiles, tp: int, index: int, dtype: torch.dtype, progress: weight_files.Progress, device: torch.device
 ) -> dict[str, Tensor]:
     """`weights.load_weights` for a model that `build_model` can build; `ModelRefused` names any other architecture."""
-    _model_class(files.shape)
+    _classes(files.shape)
     return weight_files.load_weights(files, tp, index, dtype, progress, device)
 
 
-def resident_weights(shape: ModelShape, weights: MutableMapping[str, Tensor], num_parts: int) -> DecoderWeights:
+def resident_weights(shape: ModelShape, weights: MutableMapping[str, Tensor], num_parts: int) -> Weights:
     """The loaded weights in the order in which passes read them, cut for passes that so many replicas share; empties
     `weights`."""
-    _model_class(shape)
-    return DecoderWeights.of(shape, weights, num_parts)
+    return _classes(shape)[0].of(shape, weights, num_parts)
 
 
-def build_model(shape: ModelShape, weights: DecoderWeights, tp_group: Group, split: SplitGroups | None = None) -> DecoderModel:
+def build_model(shape: ModelShape, weights: Weights, tp_group: Group, split: SplitGroups | None = None) -> Model:
     """The member's model over its resident weights; cheap, so that it can follow every change of groups."""
-    return _model_class(shape)(shape, weights, tp_group, split)
+    _, model = _classes(shape)
+    return model(shape, weights, tp_group, split)  # type: ignore[arg-type]  # a row of the table holds what fits together
 
 
-def _model_class(shape: ModelShape) -> type[DecoderModel]:
-    model = MODELS.get(shape.architecture)
-    if model is None:
+def _classes(shape: ModelShape) -> tuple[type[Weights], type[Model]]:
+    classes = MODELS.get(shape.architecture)
+    if classes is None:
         raise ModelRefused(f"architecture {shape.architecture} is not supported, only {', '.join(MODELS)}")
-    return model
+    return classes

@@ -32,11 +32,12 @@ def load_weights(
     for resident in residents:
         for part in resident.parts:
             _check(files, part)
-    total = sum(resident.num_elements for resident in residents) * dtype.itemsize
+    dtypes = {resident.name: torch.float32 if resident.full_precision else dtype for resident in residents}
+    total = sum(resident.num_elements * dtypes[resident.name].itemsize for resident in residents)
     done = 0
     weights: dict[str, Tensor] = {}
     for resident in residents:
-        weights[resident.name] = target = torch.empty(resident.dims, dtype=dtype, device=device)
+        weights[resident.name] = target = torch.empty(resident.dims, dtype=dtypes[resident.name], device=device)
         for block in _blocks(files, resident):
             filled, target = target[: len(block)], target[len(block) :]
             filled.copy_(block)

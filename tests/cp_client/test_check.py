@@ -99,7 +99,7 @@ def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]
 
 def test_heads_come_from_the_model(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     class Shape:
-        num_heads, num_kv_heads = 12, 2
+        num_heads, num_kv_heads, mla = 12, 2, None
 
     class Files:
         shape = Shape()

@@ -1,0 +1,25 @@
+"""Both ends of a decoder whose vocabulary is cut over a group: embedding, and logits put together."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from rank_server.collectives.base import Group
+
+
+def embed(embedding: Tensor, token_ids: Tensor, span: tuple[int, int], tp_group: Group) -> Tensor:
+    """[T] int64 → [T, H], equal on all members; embedding: [last − first, H], the rows of the member's ids [first, last)."""
+    if tp_group.size == 1:
+        return embedding[token_ids]
+    first, last = span
+    mine = (token_ids >= first) & (token_ids < last)
+    x = torch.zeros(len(token_ids), embedding.shape[1], dtype=embedding.dtype, device=token_ids.device)
+    x[mine] = embedding[token_ids[mine] - first]
+    return tp_group.all_reduce(x)
+
+
+def gathered(local: Tensor, widths: list[int], group: Group) -> list[Tensor]:
+    """[T, widths[i]] of each member. Counts must be equal: all send as many columns as the widest one has."""
+    widest = max(widths)
+    padded = local if local.shape[1] == widest else functional.pad(local, (0, widest - local.shape[1]))
+    return [part[:, :width] for part, width in zip(group.all_gather(padded), widths, strict=True)]
