@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 from coordinator.admission import Admission
+from coordinator.choice import GATHERS, Replicas
 from coordinator.cluster import SchedulingSet, scheduling_sets
 from coordinator.control_service import ControlServicer
 from coordinator.dispatch import Dispatcher
@@ -143,7 +144,8 @@ class Coordinator:
         config = self._config
         bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting)
         predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp))
-        scheduler = Scheduler(bounds, self._layout, pool_blocks, self._identity)
+        replicas = Replicas(config.pcp, config.dcp, gather=GATHERS[config.pcp_gather])
+        scheduler = Scheduler(bounds, self._layout, pool_blocks, self._identity, replicas)
         return Engine(scheduler, spec.members, self._dispatcher, self._text, predictor, self._timings)
 
     def _hasher(self, salt: bytes) -> BlockHasher:

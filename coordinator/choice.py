@@ -30,6 +30,10 @@ class Replicas:
         return self.pcp > 1 and self.dcp == 1
 
 
+GATHERS = {"auto": Gather.NONE, "q": Gather.Q, "kv": Gather.KV}
+"""`Replicas.gather` by the name in the configuration."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepFacts:
     """A step in global numbers."""

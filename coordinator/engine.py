@@ -120,6 +120,7 @@ class Engine:
             self._deliver_scores(step, outcome)
             self._committed = self._rows(self.scheduler.commit(step, outcome.sampled, outcome.failed), outcome)
             self._predictor.observe(step.num_tokens, outcome.rank_s)
+            self.meter.count(step)
             self.meter.record(perf_counter() - started, outcome.rank_s, plan.ByteSize())
 
     async def _text_room(self) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from coordinator.rank_set import RankSet, Seat
 from coordinator.step_times import StepMeter
+from coordinator.wire_plan import gather_on_wire, mode_on_wire
 from cp_layout.capacity import group_capacity_tokens
 from cp_layout.interleave import Layout
 from cp_wire.pb import common_pb2, coordinator_pb2
@@ -24,6 +25,7 @@ def cluster_status(
     """A snapshot; nothing in it can fail, and its cost does not depend on the requests."""
     schedulers = [home.engine.scheduler for home in sets if home.engine is not None]
     stats = [scheduler.stats for scheduler in schedulers]
+    meter = StepMeter.merged([home.engine.meter for home in sets if home.engine is not None], last_steps)
     status = coordinator_pb2.GetStatusResponse(
         ranks=[_rank(home, seat) for home in sets for seat in home.seats.values()],
         groups=[
@@ -35,7 +37,11 @@ def cluster_status(
         waiting=sum(scheduler.waiting for scheduler in schedulers),
         config=config,
         state=state,
-        step_times=StepMeter.merged([home.engine.meter for home in sets if home.engine is not None], last_steps).report(),
+        step_times=meter.report(),
+        step_counts=[
+            coordinator_pb2.StepCount(decode_mode=mode_on_wire(mode), gather=gather_on_wire(gather), steps=steps)
+            for (mode, gather), steps in sorted(meter.ways.items(), key=lambda item: (item[0][0].value, item[0][1].value))
+        ],
         kv_capacity_tokens=sum(group_capacity_tokens(layout, home.pool_blocks) for home in sets),
     )
     status.prefix_cache.hit_unit_tokens = layout.virtual_block_size

@@ -1,6 +1,6 @@
 """ScheduledStep → StepPlan: the same decision, as the message that every rank of the set gets."""
 
-from coordinator.plan import Row, Sampling, ScheduledStep
+from coordinator.plan import DecodeMode, Gather, Row, Sampling, ScheduledStep
 from cp_wire.pb import common_pb2, rank_pb2
 
 
@@ -9,8 +9,8 @@ def to_step_plan(step: ScheduledStep, ticket: int, timeout_ms: int) -> rank_pb2.
     return rank_pb2.StepPlan(
         ticket=ticket,
         timeout_ms=timeout_ms,
-        decode_mode=common_pb2.DecodeMode.Value(f"DECODE_MODE_{step.decode_mode.name}"),
-        gather=common_pb2.Gather.Value(f"GATHER_{step.gather.name}"),
+        decode_mode=mode_on_wire(step.decode_mode),
+        gather=gather_on_wire(step.gather),
         cost_version=step.cost_version,
         released=step.released,
         admitted=[
@@ -28,6 +28,16 @@ def to_step_plan(step: ScheduledStep, ticket: int, timeout_ms: int) -> rank_pb2.
         ],
         rows=[_row(row) for row in step.rows],
     )
+
+
+def mode_on_wire(mode: DecodeMode) -> "common_pb2.DecodeMode.ValueType":
+    """The enum value of the same name."""
+    return common_pb2.DecodeMode.Value(f"DECODE_MODE_{mode.name}")
+
+
+def gather_on_wire(gather: Gather) -> "common_pb2.Gather.ValueType":
+    """The enum value of the same name."""
+    return common_pb2.Gather.Value(f"GATHER_{gather.name}")
 
 
 def _sampling(sampling: Sampling) -> common_pb2.SamplingParams:

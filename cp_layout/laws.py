@@ -10,6 +10,9 @@ from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
 
+PCP_GATHERS = ("auto", "q", "kv")
+"""What prefill rows gather over the replicas; auto = chosen per step."""
+
 
 def check_config(
     grid: Grid,
@@ -19,6 +22,7 @@ def check_config(
     *,
     mla: bool = False,
     q_replicate: bool = False,
+    pcp_gather: str = "auto",
     kv_tokens_per_rank: int | None = None,
 ) -> None:
     """Refuse with `LayoutError` what would be wrong or unservable; the message names the numbers and the law.
@@ -29,6 +33,7 @@ def check_config(
     check_layout(grid, layout, kv_tokens_per_rank=kv_tokens_per_rank)
     check_heads(grid, num_heads, num_kv_heads, mla=mla)
     check_q_replicate(grid, q_replicate)
+    check_pcp_gather(grid, pcp_gather)
 
 
 def check_layout(grid: Grid, layout: Layout, *, kv_tokens_per_rank: int | None = None) -> None:
@@ -75,6 +80,17 @@ def check_q_replicate(grid: Grid, q_replicate: bool) -> None:
         raise LayoutError(
             f"replicating Q saves nothing with d = 1: dcp {grid.dcp}, pcp {grid.pcp} leave no part of DCP inside a TP group, "
             "it needs d > 1"
+        )
+
+
+def check_pcp_gather(grid: Grid, pcp_gather: str) -> None:
+    """Queries are gathered (`q`) to where the keys are, which needs keys that are cut over the replicas."""
+    if pcp_gather not in PCP_GATHERS:
+        raise LayoutError(f"pcp_gather {pcp_gather!r} is not one of {', '.join(PCP_GATHERS)}")
+    if pcp_gather == "q" and grid.pcp > 1 and grid.dcp == 1:
+        raise LayoutError(
+            f"pcp_gather q with pcp {grid.pcp} needs dcp {grid.pcp} or a multiple of it, got dcp 1: every replica holds all "
+            "keys, so there is nowhere to gather queries to (legal: auto, kv)"
         )
 
 

@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 
+from cp_layout.laws import PCP_GATHERS
 from cp_layout.model_shape import DTYPE_BYTES
 from cp_wire.pb import common_pb2
 
@@ -108,6 +109,12 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         "--dcp-comm-backend", choices=sorted(MERGES), default="a2a", help="merge of partial attention (default: a2a)"
     )
     parser.add_argument(
+        "--pcp-gather",
+        choices=PCP_GATHERS,
+        default="auto",
+        help="what prefill rows gather over the replicas (default: auto, whatever is cheaper)",
+    )
+    parser.add_argument(
         "--collectives",
         choices=COLLECTIVES,
         default="auto",
@@ -144,6 +151,7 @@ def cluster_config_from(args: argparse.Namespace) -> common_pb2.ClusterConfig:
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens or BATCHED_TOKENS[args.device],
         merge=MERGES[args.dcp_comm_backend],
+        pcp_gather=args.pcp_gather,
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
         collectives=args.collectives,

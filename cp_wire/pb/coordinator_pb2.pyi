@@ -557,6 +557,29 @@ class StepTimes(google.protobuf.message.Message):
 global___StepTimes = StepTimes
 
 @typing.final
+class StepCount(google.protobuf.message.Message):
+    """Steps that were computed in one way since the coordinator started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DECODE_MODE_FIELD_NUMBER: builtins.int
+    GATHER_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    decode_mode: cp_wire.pb.common_pb2.DecodeMode.ValueType
+    gather: cp_wire.pb.common_pb2.Gather.ValueType
+    steps: builtins.int
+    def __init__(
+        self,
+        *,
+        decode_mode: cp_wire.pb.common_pb2.DecodeMode.ValueType = ...,
+        gather: cp_wire.pb.common_pb2.Gather.ValueType = ...,
+        steps: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["decode_mode", b"decode_mode", "gather", b"gather", "steps", b"steps"]) -> None: ...
+
+global___StepCount = StepCount
+
+@typing.final
 class PrefixCacheStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -597,6 +620,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     STEP_TIMES_FIELD_NUMBER: builtins.int
     PREFIX_CACHE_FIELD_NUMBER: builtins.int
     KV_CAPACITY_TOKENS_FIELD_NUMBER: builtins.int
+    STEP_COUNTS_FIELD_NUMBER: builtins.int
     running: builtins.int
     waiting: builtins.int
     state: builtins.str
@@ -613,6 +637,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     def step_times(self) -> global___StepTimes: ...
     @property
     def prefix_cache(self) -> global___PrefixCacheStatus: ...
+    @property
+    def step_counts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepCount]: ...
     def __init__(
         self,
         *,
@@ -625,9 +651,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         step_times: global___StepTimes | None = ...,
         prefix_cache: global___PrefixCacheStatus | None = ...,
         kv_capacity_tokens: builtins.int = ...,
+        step_counts: collections.abc.Iterable[global___StepCount] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["config", b"config", "prefix_cache", b"prefix_cache", "step_times", b"step_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["config", b"config", "groups", b"groups", "kv_capacity_tokens", b"kv_capacity_tokens", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "running", b"running", "state", b"state", "step_times", b"step_times", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "groups", b"groups", "kv_capacity_tokens", b"kv_capacity_tokens", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "running", b"running", "state", b"state", "step_counts", b"step_counts", "step_times", b"step_times", "waiting", b"waiting"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
 

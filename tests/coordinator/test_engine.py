@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from coordinator.plan import DecodeMode, Gather, Sampling, ScheduledStep
+from coordinator.plan import DecodeMode, Gather, Row, Sampling, ScheduledStep
 from coordinator.predict import StepPredictor, prior_seconds_per_token
 from coordinator.request import Request
 from coordinator.scheduler import Scheduler, SchedulerConfig
@@ -119,6 +119,20 @@ def test_meter_reports_medians_and_merges():
     report = StepMeter.merged([first, second]).report()
     assert (report.steps, report.last_plan_bytes) == (3, 35)
     assert (report.step_ms, report.rank_ms, report.overhead_ms) == pytest.approx((12, 8, 4))
+
+
+def test_meter_counts_the_ways_of_all_sets():
+    def step(mode: DecodeMode, gather: Gather, *rows: Row) -> ScheduledStep:
+        return ScheduledStep((1,), (), rows, mode, gather, 0)
+
+    row = Row(1, 0, (7,), (), False, 0, False)
+    first, second = StepMeter(), StepMeter()
+    first.count(step(DecodeMode.OWNER, Gather.Q, row))
+    first.count(step(DecodeMode.OWNER, Gather.KV, row))
+    second.count(step(DecodeMode.OWNER, Gather.Q, row))
+    second.count(step(DecodeMode.REPLICATED, Gather.NONE))
+    ways = StepMeter.merged([first, second]).ways
+    assert ways == {(DecodeMode.OWNER, Gather.Q): 2, (DecodeMode.OWNER, Gather.KV): 1}
 
 
 def live(stop: tuple[str, ...] = ()) -> LiveRequest:

@@ -10,7 +10,7 @@ import pytest
 from coordinator.app import Options
 from cp_layout.blocks import BlockHasher
 from cp_wire import errors
-from cp_wire.pb import coordinator_pb2
+from cp_wire.pb import common_pb2, coordinator_pb2
 from tests.coordinator.fake_rank import EOS, continuation
 from tests.coordinator.harness import cluster, eventually, letters, listen
 
@@ -144,6 +144,9 @@ async def test_f2_prefix_hit_is_reported_in_whole_virtual_blocks():
         assert second.token_ids == first.token_ids
         other = await harness.generate(prompt, cache_salt="somebody else")
         assert other.finished.cached_tokens == 0
+        (count,) = (await harness.status()).step_counts
+        assert (count.decode_mode, count.gather) == (common_pb2.DECODE_MODE_REPLICATED, common_pb2.GATHER_NONE)
+        assert count.steps >= 24  # of three requests, 8 tokens each
         cache = (await harness.status()).prefix_cache
         assert (cache.hit_unit_tokens, cache.hit_tokens, cache.queried_tokens) == (8, 16, 51)
 

@@ -32,12 +32,14 @@ def test_j5_what_was_left_open_is_settled_once():
     config = effective_config(request, MODEL)
     assert (config.interleave, config.dtype, config.kv_cache_dtype, config.collectives) == (16, "float32", "float32", "gloo")
     assert (config.max_model_len, config.model_hash, config.model_name, config.protocol_version) == (4096, "abc", "tiny", "1")
+    assert config.pcp_gather == "auto"
     assert request.interleave == 0, "the argument is not touched"
 
 
 def test_j5_what_was_asked_for_is_kept():
     config = effective_config(asked(interleave=4, dtype="bfloat16", kv_cache_dtype="float16", max_model_len=77), MODEL)
     assert (config.interleave, config.dtype, config.kv_cache_dtype, config.max_model_len) == (4, "bfloat16", "float16", 77)
+    assert effective_config(asked(pcp=2, dcp=2, pcp_gather="q"), MODEL).pcp_gather == "q"
     assert effective_config(asked(dtype="bfloat16"), MODEL).kv_cache_dtype == "bfloat16"
 
 
@@ -50,6 +52,8 @@ def test_j5_what_was_asked_for_is_kept():
         ({"kv_cache_tokens_per_rank": 15}, "15 tokens.*16"),
         ({"max_model_len": 4097}, "4097.*4096"),
         ({"dtype": "int8"}, "int8"),
+        ({"pcp": 2, "pcp_gather": "q"}, "pcp_gather q with pcp 2.*dcp 1"),
+        ({"pcp": 2, "dcp": 2, "pcp_gather": "both"}, "'both' is not one of auto, q, kv"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8"),
     ],
 )

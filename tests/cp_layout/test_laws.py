@@ -20,7 +20,7 @@ LEGAL = [
 ILLEGAL = [(4, 1, 4, 2), (3, 2, 6, 3), (4, 2, 8, 2), (6, 1, 2, 2), (4, 1, 2, 4), (2, 1, 2, 4)]
 
 
-def check(grid: Grid, num_heads: int, num_kv_heads: int, **options: bool) -> None:
+def check(grid: Grid, num_heads: int, num_kv_heads: int, **options: bool | str) -> None:
     check_config(grid, Layout(grid.dcp, 16, 16), num_heads, num_kv_heads, **options)
 
 
@@ -73,6 +73,16 @@ def test_d11_shards_are_the_dcp_members() -> None:
         check_config(Grid(1, 2, 2), Layout(4, 1, 16), 4, 4)
     with pytest.raises(LayoutError, match="layout has 2 KV shards, but dcp is 1"):
         check_config(Grid(1, 2, 1), Layout(2, 1, 16), 4, 4)
+
+
+def test_queries_are_gathered_only_to_where_keys_are_cut() -> None:
+    for grid in (Grid(1, 2, 2), Grid(4, 2, 4), Grid(1, 1, 1), Grid(4, 1, 2)):
+        for gather in ("auto", "q", "kv"):
+            check(grid, 8, 2, pcp_gather=gather)
+    for gather in ("auto", "kv"):
+        check(Grid(2, 3, 1), 8, 2, pcp_gather=gather)
+    with pytest.raises(LayoutError, match=r"pcp_gather q with pcp 3 needs dcp 3 or a multiple of it, got dcp 1"):
+        check(Grid(2, 3, 1), 8, 2, pcp_gather="q")
 
 
 def test_q_replicate_is_refused_where_it_saves_nothing() -> None:
