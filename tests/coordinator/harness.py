@@ -99,8 +99,9 @@ class FakeText:
 def cluster_config(**changes: object) -> common_pb2.ClusterConfig:
     values: dict[str, object] = {
         "tp": 1, "pcp": 1, "dcp": 1, "dp": 1, "interleave": 4, "block_size": 4, "max_model_len": 128, "max_num_seqs": 4,
-        "max_num_batched_tokens": 16, "merge": common_pb2.MERGE_A2A, "dtype": "float32", "kv_cache_dtype": "float32", "pcp_gather": "auto",
+        "max_num_batched_tokens": 16, "merge": common_pb2.MERGE_A2A, "dtype": "float32", "kv_cache_dtype": "float32",
         "model_hash": MODEL_HASH, "model_name": "tiny", "collectives": "gloo", "protocol_version": PROTOCOL_VERSION,
+        "pcp_gather": "auto",
     }  # fmt: skip
     return common_pb2.ClusterConfig(**(values | changes))
 
