@@ -1,11 +1,17 @@
 """Seeded models, built once per run; processes under test hear SIGINT however the run itself was started."""
 
 import json
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides at its import whether kernels are compiled or interpreted, and anything may import it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.tiny_models import build_tiny_model
 

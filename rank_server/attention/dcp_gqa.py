@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch
+from rank_server.attention.kernels import kernels_for
 from rank_server.attention.merge import merge_partials, scaled, shares
-from rank_server.attention.partial import paged_partial
 from rank_server.collectives.base import Group
 from rank_server.kv_pool import KvPool
 
@@ -43,6 +43,7 @@ class DcpAttention:
         if q_replicate and d == 1:
             raise ValueError(f"replicated query projections need d > 1 TP members in a DCP group, got d = {d}")
         self._pool = pool
+        self._kernels = kernels_for(pool.cache(0)[0].device)
         self._q_group = q_group
         self._dcp_group = dcp_group
         self._merge = self._merge_a2a if merge == "a2a" else self._merge_ag_rs
@@ -58,7 +59,7 @@ class DcpAttention:
         self._pool.write(layer, k, v, batch.slots)
         k_cache, v_cache = self._pool.cache(layer)
         gathered = self._q_group.all_gather(q).transpose(0, 1).flatten(1, 2) if self._gather_q else q
-        out, lse = paged_partial(gathered, k_cache, v_cache, batch, self._scale)
+        out, lse = self._kernels.paged(gathered, k_cache, v_cache, batch, self._scale)
         if self._dcp_group.size > 1:
             out = self._merge(out, lse)
         return out.to(q.dtype)
