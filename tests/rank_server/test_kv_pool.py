@@ -68,3 +68,17 @@ def test_b6_debug_fill_reaches_every_layer_of_the_named_blocks_only() -> None:
 def test_sizes_below_one_are_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match="2 layers, 0 blocks of 4 tokens, 2 heads of 5"):
         KvPool(2, 0, 4, 2, 5, torch.float32, "cpu")
+
+
+def test_a_pool_of_latents_keeps_one_row_per_token() -> None:
+    p = KvPool(2, 3, 4, num_kv_heads=1, head_dim=5, dtype=torch.float32, device="cpu", rows=1)
+    assert p.bytes_per_block == 2 * 4 * 5 * 4
+    p.fill_nan(range(3))
+    latents = torch.randn(3, 5)
+    p.write_latents(1, latents, torch.tensor([11, -1, 5]))
+    cache = p.latents(1)
+    assert cache.shape == (3, 4, 5)
+    assert torch.equal(cache[2, 3], latents[0])
+    assert torch.equal(cache[1, 1], latents[2])
+    assert int((~cache.isnan()).sum()) == 2 * 5
+    assert p.latents(0).isnan().all()
