@@ -16,7 +16,7 @@ from rank_server.attention.rows import attention_batch
 from rank_server.collectives.solo import SoloGroup
 from rank_server.device import POOL_SHARE, check_device, claim, gpus
 from rank_server.kv_pool import KvPool
-from rank_server.models.table import build_model, load_weights
+from rank_server.models.table import build_model, load_weights, resident_weights
 from rank_server.sequences import SequenceTable
 from rank_server.share import replicated
 from rank_server.step_batch import build, hold, keep_history, take_in
@@ -46,8 +46,8 @@ def test_tensors_are_made_on_a_device_that_is_named(path):
 def test_a_pass_stays_on_the_device_of_the_weights(files):
     """Tensors of another device would not meet those of `meta`, and a value read back from it raises."""
     shape = files.shape
-    weights = {name: x.to(META) for name, x in load_weights(files, 1, 0, torch.float32, lambda done, total: None, META).items()}
-    model = build_model(shape, weights, SoloGroup("tp"), torch.float32)
+    weights = load_weights(files, 1, 0, torch.float32, lambda done, total: None, META)
+    model = build_model(shape, resident_weights(shape, weights, 1), SoloGroup("tp"))
     tokens = torch.zeros(3, dtype=torch.int64, device=META)
     hidden = model.forward(tokens, tokens, lambda layer, q, k, v: torch.empty_like(q))
     assert hidden.device.type == model.logits(hidden).device.type == "meta"
@@ -133,9 +133,9 @@ def test_j2_a_rank_that_insists_on_its_device_refuses_a_cluster_on_another(files
 
 
 def test_the_pool_of_a_gpu_is_bounded_by_what_is_free_there(files, two_gpus, monkeypatch):
-    """The weights are replaced by one on the host: nothing here computes on a GPU."""
+    """The weights go nowhere: nothing here computes on a GPU."""
     seen = []
-    monkeypatch.setattr(executor_module, "load_weights", lambda *args: seen.append(args[-1]) or {"w": torch.empty(1)})
+    monkeypatch.setattr(executor_module, "load_weights", lambda *args: seen.append(args[-1]) or load_weights(*args[:-1], META))
     monkeypatch.setattr(executor_module, "available_bytes", lambda: pytest.fail("host memory was asked"))
     block = files.shape.kv_bytes_per_token(2, "float32") * B
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (200 * block if device.index == 1 else 0, 1 << 40))
