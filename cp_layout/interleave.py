@@ -119,6 +119,16 @@ class Layout:
             raise LayoutError(f"the block table of shard {shard} has {len(block_table)} columns, a position needs {columns}")
         return np.where(mine, block_table[column] * b + local % b, NOT_MINE)
 
+    def slots_of_local(self, block_table: NDArray[np.int64], local: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Slots of a shard's own tokens by their local index j ≥ 0; block_table: [columns] block ids of the shard.
+
+        An index beyond the table raises `LayoutError`.
+        """
+        b = self.block_size
+        if local.size and int(local.max()) // b >= len(block_table):
+            raise LayoutError(f"the block table has {len(block_table)} columns, local index {local.max()} lies beyond them")
+        return block_table[local // b] * b + local % b
+
     def member_of(self, shard: int, shard_offset: int) -> int:
         """Member of the group that holds shard r of a request with this offset."""
         return (shard + shard_offset) % self.num_shards

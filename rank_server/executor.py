@@ -9,6 +9,7 @@ from cp_wire.errors import ConfigRefused
 from cp_wire.host_memory import PoolRefused, available_bytes, max_kv_blocks
 from cp_wire.pb import common_pb2, rank_pb2
 from model_files import ModelFiles
+from rank_server.attention.context import WORKSPACE_BYTES
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
 from rank_server.device import POOL_SHARE, free_bytes
@@ -29,7 +30,8 @@ class Executor:
     """Model, pool, groups and requests of one rank.
 
     `backends` maps the names of collective backends to implementations; `progress` is called whenever a long command has
-    got further; `device` is the one this rank insists on, `auto` = any that the configuration names.
+    got further; `device` is the one this rank insists on, `auto` = any that the configuration names; `workspace_bytes` bounds
+    what one gather of cached context brings.
     """
 
     def __init__(
@@ -39,12 +41,15 @@ class Executor:
         progress: Callable[[], None],
         ranks_on_host: int = 1,
         device: str = "auto",
+        *,
+        workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         self._files = model_files
         self._backends = backends
         self._progress = progress
         self._ranks_on_host = ranks_on_host
         self._device = device
+        self._workspace_bytes = workspace_bytes
         self._backend: Backend | None = None
         self._place: Place | None = None
         self._weights: Weights | None = None
@@ -187,7 +192,7 @@ class Executor:
         if self._model is None or self._ways is None:
             place, shape = self.place, self._files.shape
             self._model = build_model(shape, self._require_weights(), self._group("tp"))
-            self._ways = Ways(place, pool, self._group, shape)
+            self._ways = Ways(place, pool, self._group, shape, self._workspace_bytes)
         return self._model, self._ways
 
     def _group(self, kind: str) -> Group:

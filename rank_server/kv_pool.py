@@ -84,6 +84,11 @@ class KvPool:
         for cache, x in zip(self._data[layer], rows, strict=True):
             cache.view(-1, self.num_kv_heads, self.head_dim)[slots] = x.to(cache.dtype)
 
+    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of K and V [T, num_kv_heads, head_dim] in the cache's dtype from slots [T] int64, all ≥ 0."""
+        k, v = (cache.view(-1, self.num_kv_heads, self.head_dim).index_select(0, slots) for cache in self.cache(layer))
+        return k, v
+
     def fill_nan(self, blocks: Sequence[int]) -> None:
         """Fills the blocks with NaN in every layer: a debug aid that makes any read of stale data visible."""
         self._data[:, :, list(blocks)] = torch.nan

@@ -47,6 +47,8 @@ class Sequence:
     num_computed: int
     history: TokenHistory | None = None
     """Only on ranks that sample, and only with penalties."""
+    decoded_by_owner: bool = False
+    """Whether decode rows were computed by the owner alone."""
     num_blocks: int = 0
     _table: Tensor = field(default_factory=lambda: torch.empty(_INITIAL_COLUMNS, dtype=torch.int64, device="cpu"))
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cp_layout.zigzag import Partition
 from rank_server.attention.rows import KvRow, Span, whole
 
 
@@ -26,3 +27,11 @@ def replicated(rows: Sequence[KvRow], replicas: int, replica: int) -> Share:
     """Every replica computes all rows, the first one answers."""
     spans = whole(rows)
     return Share(spans, (spans, *((),) * (replicas - 1)), replica)
+
+
+def owned(partition: Partition, replica: int) -> Share:
+    """Every token is computed by one replica, which answers for it."""
+    pieces = zip(partition.piece_row.tolist(), partition.piece_start.tolist(), partition.piece_length.tolist(), strict=True)
+    spans = tuple(Span(*piece) for piece in pieces)
+    answered = tuple(spans[partition.pieces_of(member)] for member in range(partition.num_members))
+    return Share(answered[replica], answered, replica)

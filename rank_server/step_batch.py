@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cp_layout.interleave import Layout
-from cp_wire.pb import rank_pb2
+from cp_wire.pb import common_pb2, rank_pb2
 from rank_server.attention.rows import KvRow, Span
 from rank_server.penalties import TokenHistory
 from rank_server.sampler import RowSampling
@@ -166,7 +166,10 @@ def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, share: Share, devic
 def commit(plan: rank_pb2.StepPlan, sequences: SequenceTable) -> None:
     """After the pass: the rows' tokens are in the cache."""
     for row in plan.rows:
-        sequences.get(row.handle).num_computed += len(row.token_ids)
+        sequence = sequences.get(row.handle)
+        sequence.num_computed += len(row.token_ids)
+        if plan.decode_mode == common_pb2.DECODE_MODE_OWNER and row.start >= sequence.num_prefill_tokens:
+            sequence.decoded_by_owner = True
 
 
 def _append_new_blocks(row: rank_pb2.StepRow, sequence: Sequence, members: int, member: int) -> None:

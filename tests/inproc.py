@@ -21,6 +21,7 @@ from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
 from cp_wire.pb import common_pb2, rank_pb2
 from model_files import open_model
+from rank_server.attention.context import WORKSPACE_BYTES
 from rank_server.collectives.local import LocalBackend, LocalHub
 from rank_server.executor import Executor
 from rank_server.worker import Worker
@@ -45,6 +46,10 @@ class Shape:
     kv_dtype: str = "float32"
     ways: frozenset[DecodeMode] = COMPUTABLE
     pcp_gather: Gather = Gather.NONE
+    """What prefill rows have to gather; NONE = as the scheduler chooses."""
+    always_owner: bool = False
+    """Steps of a few decode rows are dealt out too."""
+    workspace_bytes: int = WORKSPACE_BYTES
 
     def config(self) -> common_pb2.ClusterConfig:
         return common_pb2.ClusterConfig(
@@ -89,16 +94,21 @@ class InprocCluster:
         files = open_model(model)
         hub = LocalHub()
         self.workers = [Worker() for _ in range(self.grid.world_size)]
-        self.executors = [Executor(files, {"local": lambda: LocalBackend(hub)}, worker.touch) for worker in self.workers]
+        self.executors = [
+            Executor(files, {"local": lambda: LocalBackend(hub)}, worker.touch, workspace_bytes=shape.workspace_bytes)
+            for worker in self.workers
+        ]
         for worker in self.workers:
             worker.start()
         self.steps: list[ScheduledStep] = []
+        self.plans: list[rank_pb2.StepPlan] = []
         self.results: list[list[rank_pb2.StepResult]] = []
         self.generations: dict[int, Generation] = {}
         self._free = [set(range(shape.blocks)) for _ in range(shape.dcp)]
         self._sequence = 0
         self._ticket = 0
         self._handle = 0
+        self._prefills: dict[int, int] = {}
         self._bring_up()
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.budget, max_waiting=1000),
@@ -164,6 +174,9 @@ class InprocCluster:
         self._fill_new_blocks(step)
         self._ticket += 1
         plan = to_step_plan(step, ticket=self._ticket, timeout_ms=30_000)
+        if self.shape.always_owner and plan.rows:
+            self._force_owner(plan)
+        self.plans.append(plan)
         results = self.everywhere(lambda executor: executor.step(plan))
         self.steps.append(step)
         self.results.append(results)
@@ -180,6 +193,13 @@ class InprocCluster:
                 self.generations[item.handle].token_ids.append(item.new_token)
                 self.generations[item.handle].logprobs += [logprobs[item.handle]] if item.handle in logprobs else []
         return progress
+
+    def _force_owner(self, plan: rank_pb2.StepPlan) -> None:
+        """Has the step's rows dealt out, few as they may be."""
+        self._prefills |= {admitted.handle: admitted.num_prefill_tokens for admitted in plan.admitted}
+        plan.decode_mode = common_pb2.DECODE_MODE_OWNER
+        if plan.gather == common_pb2.GATHER_NONE and any(row.start < self._prefills[row.handle] for row in plan.rows):
+            plan.gather = common_pb2.GATHER_Q if self.shape.pcp_gather is Gather.Q else common_pb2.GATHER_KV
 
     def _keep_scores(self, scores: Sequence[rank_pb2.PromptScores]) -> None:
         for each in scores:

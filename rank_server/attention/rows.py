@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_layout.interleave import NOT_MINE, Layout
@@ -48,16 +47,13 @@ def attention_batch(rows: Sequence[KvRow], spans: Sequence[Span], layout: Layout
 
     The cache is taken to hold every token up to each query, its own included.
     """
-    slots: list[int] = []
     visible: list[int] = []
     attended: list[AttentionRow] = []
     for span in spans:
         row, q_start, end = rows[span.row], len(visible), span.start + span.count
         if span.count == 1:
-            slots.append(_slot(layout, row, span.start))
             visible.append(layout.local_len(row.shard, end))
         else:
-            slots.extend(span_slots(row, span, layout).tolist())
             visible.extend(layout.local_lens_at(row.shard, np.arange(span.start + 1, end + 1)).tolist())
         attended.append(
             AttentionRow(
@@ -70,14 +66,22 @@ def attention_batch(rows: Sequence[KvRow], spans: Sequence[Span], layout: Layout
         )
     return AttentionBatch(
         rows=tuple(attended),
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        slots=slots_of(rows, spans, layout, device),
         visible=torch.tensor(visible, dtype=torch.int64, device=device),
     )
 
 
-def span_slots(row: KvRow, span: Span, layout: Layout) -> NDArray[np.int64]:
-    """[count] slot of each token of the span, −1 where another shard owns it."""
-    return layout.slots(row.shard, row.block_table.numpy(), np.arange(span.start, span.start + span.count))
+def slots_of(rows: Sequence[KvRow], spans: Sequence[Span], layout: Layout, device: torch.device) -> Tensor:
+    """[T] int64 slot of each token of the spans, one span after the other; −1 where another shard owns it."""
+    slots: list[int] = []
+    for span in spans:
+        row = rows[span.row]
+        if span.count == 1:
+            slots.append(_slot(layout, row, span.start))
+        else:
+            positions = np.arange(span.start, span.start + span.count)
+            slots.extend(layout.slots(row.shard, row.block_table.numpy(), positions).tolist())
+    return torch.tensor(slots, dtype=torch.int64, device=device)
 
 
 def _slot(layout: Layout, row: KvRow, position: int) -> int:

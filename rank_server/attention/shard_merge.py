@@ -1,9 +1,8 @@
 """Bringing the partial attention of all shards of a DCP group back to the rank whose heads it is."""
 
-import torch
 from torch import Tensor
 
-from rank_server.attention.merge import merge_partials, scaled, shares
+from rank_server.attention.group_merge import MERGES
 from rank_server.collectives.base import Group
 
 
@@ -11,8 +10,7 @@ class ShardMerge:
     """Merges partials over the N members of a DCP group, each of which attended the heads of its whole query group.
 
     q_group: the d members of one replica that share a DCP group; dcp_group: all N members, index (t mod d)·pcp + p; pcp:
-    replicas in the DCP group (1 when N = 1); merge: `a2a` (one all-to-all of out‖lse, merged at the receiver) or `ag_rs`
-    (all-gather of lse, scaling, reduce-scatter over heads). Which collectives run depends on these alone.
+    replicas in the DCP group (1 when N = 1); merge: one of `MERGES`. Which collectives run depends on these alone.
 
     Raises ValueError when the groups do not fit together and for an unknown merge.
     """
@@ -24,25 +22,16 @@ class ShardMerge:
                 f"member {dcp_group.index} of DCP group {dcp_group.name} ({n}) does not fit member {q_group.index} of "
                 f"query group {q_group.name} (d = {d}) with pcp = {pcp}: need N = pcp·d, and index // pcp = query index"
             )
-        if merge not in ("a2a", "ag_rs"):
-            raise ValueError(f"merge {merge!r} is not one of a2a, ag_rs")
+        if merge not in MERGES:
+            raise ValueError(f"merge {merge!r} is not one of {', '.join(MERGES)}")
         self._dcp_group = dcp_group
         self._d = d
         self._pcp = pcp
-        self._merge = self._a2a if merge == "a2a" else self._ag_rs
+        self._merge = MERGES[merge]
 
     def __call__(self, out: Tensor, lse: Tensor) -> Tensor:
         """out [T, d·h, D] and lse [T, d·h], fp32, of all heads of the query group → out [T, h, D] of the own ones."""
-        return out if self._dcp_group.size == 1 else self._merge(out, lse)
-
-    def _a2a(self, out: Tensor, lse: Tensor) -> Tensor:
-        partial = torch.cat([out, lse.unsqueeze(-1)], dim=-1)
-        received = self._dcp_group.all_to_all(self._chunks(partial))
-        return merge_partials(received[..., :-1], received[..., -1])[0]
-
-    def _ag_rs(self, out: Tensor, lse: Tensor) -> Tensor:
-        weights, _ = shares(self._dcp_group.all_gather(lse))
-        return self._dcp_group.reduce_scatter(self._chunks(scaled(out, weights[self._dcp_group.index])))
+        return out if self._dcp_group.size == 1 else self._merge(self._dcp_group, out, lse, self._chunks)
 
     def _chunks(self, x: Tensor) -> Tensor:
         """[T, d·h, E] → [N, T, h, E]: member j gets the heads of query member j // pcp."""

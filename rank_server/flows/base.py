@@ -19,3 +19,11 @@ class Flow(Protocol):
         Afterwards the keys and values of all the step's tokens are in the caches that hold them.
         """
         ...
+
+
+class Way(Protocol):
+    """What one kind of a step's rows goes through when each row is computed by one replica."""
+
+    def complete(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """q [r, hq, D] and KV rows [r, s, D] (see `ShardAttention`) of the r rows of a kind here → [r, hq, E] in q's dtype."""
+        ...

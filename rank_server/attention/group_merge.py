@@ -1,0 +1,29 @@
+"""Merging partial attention over a group: each member holds partials of everybody's rows over its own keys."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from rank_server.attention.merge import merge_partials, scaled, shares
+from rank_server.collectives.base import Group
+
+Chunks = Callable[[Tensor], Tensor]
+"""[T, h, E] of all rows and heads of the group → [N, *s, E]: chunk j holds what belongs to member j, all of equal shape."""
+GroupMerge = Callable[[Group, Tensor, Tensor, Chunks], Tensor]
+"""(group, out [T, h, D], lse [T, h], chunks) → [*s, D] fp32: attention over all members' keys of this member's own chunk."""
+
+
+def merge_a2a(group: Group, out: Tensor, lse: Tensor, chunks: Chunks) -> Tensor:
+    """One all-to-all of out‖lse, merged at the receiver."""
+    received = group.all_to_all(chunks(torch.cat([out, lse.unsqueeze(-1)], dim=-1)))
+    return merge_partials(received[..., :-1], received[..., -1])[0]
+
+
+def merge_ag_rs(group: Group, out: Tensor, lse: Tensor, chunks: Chunks) -> Tensor:
+    """All-gather of lse, scaling, reduce-scatter."""
+    weights, _ = shares(group.all_gather(lse))
+    return group.reduce_scatter(chunks(scaled(out, weights[group.index])))
+
+
+MERGES: Mapping[str, GroupMerge] = {"a2a": merge_a2a, "ag_rs": merge_ag_rs}

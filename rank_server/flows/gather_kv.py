@@ -1,0 +1,64 @@
+"""Keys travel: every replica attends all keys for its own rows."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rank_server.attention.context import ContextPiece
+from rank_server.attention.merge import merge_partials
+from rank_server.attention.pcp import RowExchange
+from rank_server.attention.shard import ShardAttention
+from rank_server.collectives.base import Group
+
+
+@dataclass(frozen=True, slots=True)
+class OwnRow:
+    """What this replica computes of one row: its queries stand together."""
+
+    row: int
+    """Index of the row in its step."""
+    first: int
+    last: int
+    """Queries [first, last) of this replica's rows."""
+    key: int
+    """Where the row's new tokens begin among those of all replicas, in batch order."""
+    seen: Tensor
+    """[last − first] int64 how many of the row's new tokens each query sees, its own included."""
+    most_seen: int
+    """The largest of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class GatherKvWay:
+    """One all-gather of the new KV rows over the PCP group, then one of the DCP group for each piece of cached context."""
+
+    attention: ShardAttention
+    slots: Tensor
+    """[T] slots of all replicas' rows on this rank's shard, in batch order."""
+    own_rows: Sequence[OwnRow]
+    context: Sequence[ContextPiece]
+    exchange: RowExchange
+    pcp_group: Group
+    dcp_group: Group
+
+    def complete(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """See `Way`. New keys are rounded as if they came out of the cache."""
+        new = self.exchange.gather(self.pcp_group, kv.to(self.attention.kv_dtype))
+        self.attention.write(layer, new, self.slots)
+        parts = {own.row: self._over_new(own, q, new) for own in self.own_rows}
+        for piece in self.context:
+            gathered = self.dcp_group.all_gather(self.attention.read(layer, piece.slots)).flatten(0, 1)
+            for use in piece.uses:
+                out, lse, queries = parts[use.row]
+                keys = gathered.index_select(0, use.keys)
+                more_out, more_lse = self.attention.dense(queries, keys, None)
+                parts[use.row] = (*merge_partials([out, more_out], torch.stack([lse, more_lse])), queries)
+        if not parts:
+            return self.attention.dense(q, new[:0], None)[0].to(q.dtype)
+        return torch.cat([out for out, _, _ in parts.values()]).to(q.dtype)
+
+    def _over_new(self, own: OwnRow, q: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        queries = q[own.first : own.last]
+        return *self.attention.dense(queries, new[own.key : own.key + own.most_seen], own.seen), queries

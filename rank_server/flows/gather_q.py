@@ -1,0 +1,45 @@
+"""Queries travel: everybody attends its own shard for all rows, partials go back to whoever computes the row."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rank_server.attention.batch import AttentionBatch
+from rank_server.attention.group_merge import GroupMerge
+from rank_server.attention.pcp import RowExchange
+from rank_server.attention.shard import ShardAttention
+from rank_server.collectives.base import Group
+
+
+@dataclass(frozen=True, slots=True)
+class GatherQWay:
+    """One all-gather of [q‖kv], the merge's collectives back.
+
+    Member t·P + p of the DCP group is member t of the d TP members that share the keys, on replica p.
+    """
+
+    attention: ShardAttention
+    batch: AttentionBatch
+    """All replicas' rows over this rank's shard, in batch order."""
+    exchange: RowExchange
+    dcp_group: Group
+    merge: GroupMerge
+
+    def complete(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
+        """See `Way`."""
+        heads, p = q.shape[1], self.exchange.replicas
+        rows = self.dcp_group.all_gather(self.exchange.padded(torch.cat([q, kv], dim=1)))
+        by_tp_member = [self.exchange.in_batch_order(part) for part in rows.unflatten(0, (-1, p))]
+        # The d members bring their own heads, and all the same KV rows.
+        self.attention.write(layer, by_tp_member[0][:, heads:], self.batch.slots)
+        queries = [part[:, :heads] for part in by_tp_member]
+        all_heads = torch.cat(queries, dim=1) if len(queries) > 1 else queries[0]
+        out, lse = self.attention.paged(layer, all_heads, self.batch)
+        return self.exchange.own(self.merge(self.dcp_group, out, lse, self._chunks)).to(q.dtype)
+
+    def _chunks(self, x: Tensor) -> Tensor:
+        """[T, d·hq, E] → [N, width, hq, E]."""
+        p = self.exchange.replicas
+        by_heads = self.exchange.by_replica(x).unflatten(2, (self.dcp_group.size // p, -1))
+        return by_heads.movedim(2, 0).flatten(0, 1)

@@ -1,0 +1,38 @@
+"""What the tests of rows dealt out over replicas share."""
+
+import random
+
+from coordinator.plan import DecodeMode, Gather
+from cp_wire.pb import common_pb2
+from tests.inproc import InprocCluster, Shape
+
+B = 4
+MODEL = {"heads": 8, "kv_heads": 2}
+DEALT = frozenset({DecodeMode.REPLICATED, DecodeMode.OWNER})
+GATHERS = {"q": Gather.Q, "kv": Gather.KV}
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    rng = random.Random(seed * 1000 + length)
+    return [rng.randrange(200) for _ in range(length)]
+
+
+def dealt(tp: int, pcp: int, dcp: int, gather: str = "kv", **settings) -> Shape:
+    """A cluster that computes every step in DECODE_MODE_OWNER unless always_owner=False."""
+    settings = {"always_owner": True, "block_size": B, "interleave": B} | settings
+    return Shape(tp=tp, pcp=pcp, dcp=dcp, ways=DEALT, pcp_gather=GATHERS[gather], **settings)
+
+
+def gathers(grid: tuple[int, int, int]) -> tuple[str, ...]:
+    """What prefill rows may gather: queries only where the cache is sharded."""
+    return ("q", "kv") if grid[2] > 1 else ("kv",)
+
+
+def check_dealt(running: InprocCluster) -> None:
+    """Every step ran as asked, and every rank issued the same collectives."""
+    for plan, results in zip(running.plans, running.results, strict=True):
+        assert len({result.collectives for result in results}) == 1, [result.collectives for result in results]
+        if plan.rows and running.shape.always_owner:
+            assert plan.decode_mode == common_pb2.DECODE_MODE_OWNER
+    wanted = {Gather.Q: common_pb2.GATHER_Q, Gather.KV: common_pb2.GATHER_KV}[running.shape.pcp_gather]
+    assert {plan.gather for plan in running.plans} - {common_pb2.GATHER_NONE} == {wanted}
