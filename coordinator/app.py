@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from coordinator.admission import Admission
-from coordinator.choice import GATHERS, Replicas
+from coordinator.choice import COMPUTABLE, GATHERS, Replicas
 from coordinator.cluster import SchedulingSet, scheduling_sets
 from coordinator.control_service import ControlServicer
 from coordinator.dispatch import Dispatcher
@@ -16,7 +16,9 @@ from coordinator.engine import Engine
 from coordinator.faults import StartFailed
 from coordinator.inference_service import InferenceServicer
 from coordinator.limits import Limits
-from coordinator.predict import StepPredictor, prior_seconds_per_token
+from coordinator.plan import DecodeMode
+from coordinator.predict import StepPredictor, layer_parameters, prior_seconds_per_token
+from coordinator.pricing import Pricing
 from coordinator.rank_set import RankSet
 from coordinator.registry import RegistryServicer
 from coordinator.scheduler import Scheduler, SchedulerConfig
@@ -27,6 +29,7 @@ from coordinator.tasks import Background, Changes
 from coordinator.text_worker import Text, TextWorker
 from coordinator.timings import Timings
 from cp_layout.blocks import BlockHasher, cache_identity
+from cp_layout.cost import CostModel
 from cp_layout.model_shape import ModelShape
 from cp_wire.effective import grid_of, layout_of
 from cp_wire.errors import KvloomError, Unavailable
@@ -144,9 +147,12 @@ class Coordinator:
         config = self._config
         bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting)
         predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp))
-        replicas = Replicas(config.pcp, config.dcp, gather=GATHERS[config.pcp_gather])
-        scheduler = Scheduler(bounds, self._layout, pool_blocks, self._identity, replicas)
-        return Engine(scheduler, spec.members, self._dispatcher, self._text, predictor, self._timings)
+        ways = COMPUTABLE if self._shape.mla is None else frozenset({DecodeMode.REPLICATED})
+        replicas = Replicas(config.pcp, config.dcp, ways, GATHERS[config.pcp_gather])
+        parameters = layer_parameters(self._shape)
+        pricing = Pricing(CostModel.of(self._shape, grid_of(config), parameters, config.dtype, config.kv_cache_dtype))
+        scheduler = Scheduler(bounds, self._layout, pool_blocks, self._identity, replicas, pricing)
+        return Engine(scheduler, spec.members, self._dispatcher, self._text, predictor, self._timings, pricing)
 
     def _hasher(self, salt: bytes) -> BlockHasher:
         return BlockHasher(self._layout, self._identity, salt)

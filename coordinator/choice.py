@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from coordinator.plan import NOTHING_CHOSEN, DecodeMode, Gather, Row
 from coordinator.request import Request
+from cp_layout.cost import COST_VERSION, CostModel, Rates, StepFacts, Work, seconds
 
 COMPUTABLE = frozenset({DecodeMode.REPLICATED})
 """The ways that ranks can compute a step in."""
@@ -35,17 +36,15 @@ GATHERS = {"auto": Gather.NONE, "q": Gather.Q, "kv": Gather.KV}
 
 
 @dataclass(frozen=True, slots=True)
-class StepFacts:
-    """A step in global numbers."""
+class Prices:
+    """What work is worth."""
 
-    decode_rows: int = 0
-    prefill_rows: int = 0
-    prefill_tokens: int = 0
-    """S_q: new tokens of all prefill rows."""
-    prefill_context: int = 0
-    """S_ctx: tokens that the prefill rows find in the cache."""
-    bound_rows: int = 0
-    """Rows that only their owner can compute (see `Replicas.owner_keeps_output`)."""
+    model: CostModel
+    rates: Rates
+
+    def seconds(self, work: Work) -> float:
+        """Predicted time of a step."""
+        return seconds(work, self.rates)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,34 +58,59 @@ class Choice:
 
 def facts_of(rows: Iterable[Row], requests: Mapping[int, Request]) -> StepFacts:
     """Sums over the rows of a step; requests by handle."""
-    decode = prefill = tokens = context = bound = 0
+    decode = decode_context = prefill = tokens = context = pairs = 0
     for row in rows:
-        request = requests[row.handle]
-        bound += request.is_bound
-        if row.start >= request.num_prefill_tokens:
+        if row.start >= requests[row.handle].num_prefill_tokens:
             decode += 1
+            decode_context += row.start
         else:
+            count = len(row.token_ids)
             prefill += 1
-            tokens += len(row.token_ids)
+            tokens += count
             context += row.start
-    return StepFacts(decode, prefill, tokens, context, bound)
+            pairs += count * row.start + count * (count + 1) // 2
+    return StepFacts(decode, decode_context, prefill, tokens, context, pairs)
 
 
-def choose(facts: StepFacts, replicas: Replicas) -> Choice:
-    """OWNER when rows can be dealt out: prefill rows, or at least as many decode rows as replicas; SPLIT below that."""
+def choose(facts: StepFacts, replicas: Replicas, prices: Prices | None = None, bound: bool = False) -> Choice:
+    """OWNER when rows can be dealt out: prefill rows, or at least as many decode rows as replicas. Below that SPLIT or
+    REPLICATED, whatever costs less.
+
+    prices: None = nothing is known, then SPLIT and gather Q. bound: a row can be computed by its owner alone.
+    """
     if replicas.pcp == 1:
         return Choice()
-    dealt = facts.prefill_rows > 0 or facts.decode_rows >= replicas.pcp or facts.bound_rows > 0
+    dealt = facts.prefill_rows > 0 or facts.decode_rows >= replicas.pcp or bound
     if dealt and DecodeMode.OWNER in replicas.ways:
-        return Choice(DecodeMode.OWNER, _gather(facts, replicas))
-    if facts.decode_rows and not facts.prefill_rows and DecodeMode.SPLIT in replicas.ways:
+        return _owner(facts, replicas, prices)
+    if not facts.decode_rows or facts.prefill_rows or DecodeMode.SPLIT not in replicas.ways:
+        return Choice()
+    if prices is None:
         return Choice(DecodeMode.SPLIT)
-    return Choice()
+    split, replicated = (prices.seconds(way(facts)) for way in (prices.model.split, prices.model.replicated))
+    mode = DecodeMode.SPLIT if split <= replicated else DecodeMode.REPLICATED
+    return Choice(mode, cost_version=COST_VERSION)
 
 
-def _gather(facts: StepFacts, replicas: Replicas) -> Gather:
+def work_of(choice: Choice, facts: StepFacts, model: CostModel) -> Work:
+    """What the cost model says about a step that was computed this way."""
+    match choice.decode_mode:
+        case DecodeMode.REPLICATED:
+            return model.replicated(facts)
+        case DecodeMode.SPLIT:
+            return model.split(facts)
+        case DecodeMode.OWNER:
+            return model.owner_q(facts) if choice.gather is Gather.Q else model.owner_kv(facts)
+
+
+def _owner(facts: StepFacts, replicas: Replicas, prices: Prices | None) -> Choice:
     if not facts.prefill_rows:
-        return Gather.NONE
+        return Choice(DecodeMode.OWNER)
     if replicas.dcp == 1:
-        return Gather.KV
-    return Gather.Q if replicas.gather is Gather.NONE else replicas.gather
+        return Choice(DecodeMode.OWNER, Gather.KV)
+    if replicas.gather is not Gather.NONE:
+        return Choice(DecodeMode.OWNER, replicas.gather)
+    if prices is None:
+        return Choice(DecodeMode.OWNER, Gather.Q)
+    q, kv = (prices.seconds(way(facts)) for way in (prices.model.owner_q, prices.model.owner_kv))
+    return Choice(DecodeMode.OWNER, Gather.Q if q <= kv else Gather.KV, COST_VERSION)

@@ -12,6 +12,7 @@ from coordinator.lane import Lane
 from coordinator.outcome import Outcome, put_together
 from coordinator.plan import ScheduledStep
 from coordinator.predict import StepPredictor
+from coordinator.pricing import Pricing
 from coordinator.scheduler import Progress, Scheduler
 from coordinator.step_times import StepMeter
 from coordinator.text_rows import LiveRequest, TextResult, TextRow
@@ -45,8 +46,10 @@ class Engine:
         text: TextWorker,
         predictor: StepPredictor,
         timings: Timings,
+        pricing: Pricing,
     ) -> None:
         self.scheduler = scheduler
+        self.pricing = pricing
         self.meter = StepMeter()
         self._members = members
         self._dispatcher = dispatcher
@@ -120,6 +123,7 @@ class Engine:
             self._deliver_scores(step, outcome)
             self._committed = self._rows(self.scheduler.commit(step, outcome.sampled, outcome.failed), outcome)
             self._predictor.observe(step.num_tokens, outcome.rank_s)
+            self.pricing.observe(step, outcome.rank_s)
             self.meter.count(step)
             self.meter.record(perf_counter() - started, outcome.rank_s, plan.ByteSize())
 

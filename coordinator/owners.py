@@ -1,21 +1,24 @@
-"""Which replica a running request belongs to, and which of its KV the others have.
+"""Which replica a running request belongs to, which of its KV the others have, and what that means for a step.
 
 With pcp > 1 and dcp = 1 the KV is not cut: prompts are copied to every replica, but what an owner decodes it keeps to itself.
 Such a request is *bound* until it is admitted anew, and the prefix cache, which speaks for all replicas, must not name that KV.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
-from coordinator.choice import Choice, Replicas
+from coordinator.choice import Choice, Replicas, choose, facts_of
 from coordinator.plan import DecodeMode, Row
+from coordinator.pricing import Pricing
 from coordinator.request import Request
+from cp_layout.cost import StepFacts
 
 
 class Owners:
     """Books of one scheduling set; everything costs O(replicas), or O(rows) where rows are given."""
 
-    def __init__(self, replicas: Replicas) -> None:
+    def __init__(self, replicas: Replicas, pricing: Pricing | None = None) -> None:
         self._replicas = replicas
+        self._pricing = pricing
         self.clear()
 
     def clear(self) -> None:
@@ -32,12 +35,16 @@ class Owners:
         """The request does not run any more."""
         self._requests[request.owner] -= 1
 
-    def bind(self, choice: Choice, rows: Iterable[Row], requests: Mapping[int, Request]) -> None:
-        """A step with these rows is about to run; requests by handle."""
+    def decide(self, rows: Sequence[Row], requests: Mapping[int, Request]) -> tuple[Choice, StepFacts]:
+        """How a step with these rows, which is about to run, is computed; requests by handle."""
+        facts = facts_of(rows, requests)
+        prices = None if self._pricing is None else self._pricing.prices
+        choice = choose(facts, self._replicas, prices, bound=any(requests[row.handle].is_bound for row in rows))
         if choice.decode_mode is DecodeMode.OWNER and self._replicas.owner_keeps_output:
             for row in rows:
                 request = requests[row.handle]
                 request.is_bound |= row.start >= request.num_prefill_tokens
+        return choice, facts
 
     def num_shared(self, request: Request) -> int:
         """Computed tokens, from the first on, whose KV is where the layout says for every replica."""

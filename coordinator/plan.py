@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from cp_layout.cost import StepFacts
+
 NOTHING_CHOSEN = 0
 """Cost version of a step whose way of computing was no choice of the cost model."""
 
@@ -103,6 +105,7 @@ class ScheduledStep:
     gather: Gather
     cost_version: int
     """Version of the cost model that chose, or `NOTHING_CHOSEN`."""
+    facts: StepFacts = StepFacts()  # noqa: RUF009 - frozen
 
     @property
     def num_tokens(self) -> int:

@@ -13,8 +13,12 @@ _WEIGHT = 0.2
 
 def prior_seconds_per_token(shape: ModelShape, tp: int) -> float:
     """2 FLOP per parameter of a rank that a token goes through, at PRIOR_FLOPS."""
-    layers = sum(_attention(shape) + _ffn(shape, layer) for layer in range(shape.num_layers))
-    return 2 * (layers + shape.vocab_size * shape.hidden_size) / tp / PRIOR_FLOPS
+    return 2 * (layer_parameters(shape) + shape.vocab_size * shape.hidden_size) / tp / PRIOR_FLOPS
+
+
+def layer_parameters(shape: ModelShape) -> int:
+    """Parameters of all layers that a token goes through."""
+    return sum(_attention(shape) + _ffn(shape, layer) for layer in range(shape.num_layers))
 
 
 def _attention(shape: ModelShape) -> int:

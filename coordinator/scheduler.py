@@ -8,10 +8,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from coordinator.choice import Replicas, choose, facts_of
+from coordinator.choice import Replicas
 from coordinator.kv_blocks import KvBlocks, Placement
 from coordinator.owners import Owners
 from coordinator.plan import Admission, Row, ScheduledStep
+from coordinator.pricing import Pricing
 from coordinator.request import Event, Request, State
 from coordinator.rows import admission_of, finish_reason, row_of
 from coordinator.scheduler_types import Progress, QueueFull, SchedulerConfig, SchedulerStats, StepOrderError
@@ -38,6 +39,7 @@ class Scheduler:
         blocks_per_member: int,
         identity: bytes,
         replicas: Replicas = Replicas(),  # noqa: B008 - frozen
+        pricing: Pricing | None = None,
     ) -> None:
         self._config = config
         self._layout = layout
@@ -49,8 +51,7 @@ class Scheduler:
         self._in_flight: ScheduledStep | None = None
         self._stuck_head: int | None = None
         self._stats = SchedulerStats()
-        self._replicas = replicas
-        self._owners = Owners(replicas)
+        self._owners = Owners(replicas, pricing)
 
     @property
     def running(self) -> int:
@@ -148,8 +149,7 @@ class Scheduler:
             self._admit_waiting(budget, rows, admissions)
         if not rows and not self._released:
             return None
-        choice = choose(facts_of(rows, self._running), self._replicas)
-        self._owners.bind(choice, rows, self._running)
+        choice, facts = self._owners.decide(rows, self._running)
         step = ScheduledStep(
             released=tuple(self._released),
             admitted=tuple(admissions),
@@ -157,6 +157,7 @@ class Scheduler:
             decode_mode=choice.decode_mode,
             gather=choice.gather,
             cost_version=choice.cost_version,
+            facts=facts,
         )
         self._released.clear()
         self._in_flight = step

@@ -24,6 +24,7 @@ NOT_OURS = (
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",
+    "pcp_gather",
     "model_name",
     "kv_cache_tokens_per_rank",
     "kv_cache_memory_bytes",

@@ -1,24 +1,37 @@
 """Which way a step is computed, by its global numbers alone."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.choice import COMPUTABLE, Choice, Replicas, StepFacts, choose, facts_of
+from coordinator.choice import COMPUTABLE, Choice, Prices, Replicas, choose, facts_of, work_of
 from coordinator.plan import DecodeMode, Gather, Row, Sampling
 from coordinator.request import Request
+from cp_layout.cost import COST_VERSION, CostModel, Rates, StepFacts
+from cp_layout.grid import Grid
+from cp_layout.model_shape import ModelShape
 
 OWNER, SPLIT, REPLICATED = DecodeMode.OWNER, DecodeMode.SPLIT, DecodeMode.REPLICATED
 EVERY_WAY = frozenset(DecodeMode)
 
 
-def mode(facts: StepFacts, **replicas: object) -> DecodeMode:
-    return choose(facts, Replicas(ways=EVERY_WAY, **replicas)).decode_mode  # type: ignore[arg-type]
+LONG = StepFacts(prefill_rows=1, prefill_tokens=9, prefill_context=900, prefill_pairs=9 * 905)
+SHAPE = ModelShape("llama", 30, 576, 9, 3, 64, 1536, 49152, 8192, 1e-5, 1e5, True, "bfloat16")
+
+
+def mode(facts: StepFacts, pcp: int, dcp: int, *, bound: bool = False) -> DecodeMode:
+    return choose(facts, Replicas(pcp, dcp, EVERY_WAY), bound=bound).decode_mode
+
+
+def prices(pcp: int, dcp: int, **rates: float) -> Prices:
+    return Prices(CostModel.of(SHAPE, Grid(1, pcp, dcp), 106e6, "bfloat16", "bfloat16"), Rates(**rates))
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(1, 4))
 def test_one_replica_has_no_choice(decode: int, prefill: int, dcp: int) -> None:
-    assert choose(StepFacts(decode, prefill, prefill, 0), Replicas(1, dcp, EVERY_WAY, Gather.Q)) == Choice()
+    assert choose(StepFacts(decode, 0, prefill, prefill), Replicas(1, dcp, EVERY_WAY, Gather.Q)) == Choice()
 
 
 @pytest.mark.parametrize("dcp", (1, 3, 6))
@@ -31,13 +44,13 @@ def test_d3_decode_rows_are_dealt_out_from_one_per_replica_on(dcp: int, decode: 
 
 @pytest.mark.parametrize("decode", (0, 1, 5))
 def test_a_step_with_a_prefill_row_is_dealt_out(decode: int) -> None:
-    facts = StepFacts(decode, prefill_rows=1, prefill_tokens=1)
+    facts = StepFacts(decode_rows=decode, prefill_rows=1, prefill_tokens=1)
     assert mode(facts, pcp=2, dcp=2) is OWNER
     assert mode(facts, pcp=4, dcp=1) is OWNER
 
 
 def test_a_prefill_row_gathers_kv_where_every_replica_has_all_of_it() -> None:
-    facts = StepFacts(0, 1, 9, 900)
+    facts = LONG
     for forced in Gather:
         assert choose(facts, Replicas(2, 1, EVERY_WAY, forced)).gather is Gather.KV
 
@@ -45,19 +58,19 @@ def test_a_prefill_row_gathers_kv_where_every_replica_has_all_of_it() -> None:
 @pytest.mark.parametrize("forced", (Gather.Q, Gather.KV))
 def test_a_forced_gather_is_obeyed_by_prefill_rows_and_means_nothing_without(forced: Gather) -> None:
     replicas = Replicas(2, 2, EVERY_WAY, forced)
-    assert choose(StepFacts(3, 1, 9, 900), replicas).gather is forced
+    assert choose(replace(LONG, decode_rows=3), replicas).gather is forced
     assert choose(StepFacts(3), replicas) == Choice(OWNER, Gather.NONE)
 
 
 def test_a_row_that_only_its_owner_can_compute_is_computed_by_it() -> None:
-    assert mode(StepFacts(decode_rows=1, bound_rows=1), pcp=2, dcp=1) is OWNER
+    assert mode(StepFacts(decode_rows=1), pcp=2, dcp=1, bound=True) is OWNER
     assert mode(StepFacts(decode_rows=1), pcp=2, dcp=1) is SPLIT
 
 
 @given(st.integers(0, 5), st.integers(0, 5), st.sets(st.sampled_from(DecodeMode)))
 def test_nothing_is_chosen_that_is_not_allowed(decode: int, prefill: int, ways: set[DecodeMode]) -> None:
     replicas = Replicas(2, 2, frozenset({REPLICATED, *ways}))
-    choice = choose(StepFacts(decode, prefill, prefill, 0), replicas)
+    choice = choose(StepFacts(decode, 0, prefill, prefill), replicas)
     assert choice.decode_mode in replicas.ways
     assert (choice.gather is Gather.NONE) == (choice.decode_mode is not OWNER or not prefill)
     assert not (choice.decode_mode is SPLIT and prefill)
@@ -67,13 +80,57 @@ def test_every_set_can_run_replicated() -> None:
     assert REPLICATED in COMPUTABLE
 
 
+def chunk(new: int, context: int) -> StepFacts:
+    return StepFacts(prefill_rows=1, prefill_tokens=new, prefill_context=context, prefill_pairs=new * (context + new // 2))
+
+
+def test_e5_the_gather_follows_what_global_numbers_cost() -> None:
+    replicas, known = Replicas(2, 2, EVERY_WAY), prices(2, 2)
+    first, deep = (choose(facts, replicas, known) for facts in (chunk(512, 0), chunk(16, 8000)))
+    assert first == Choice(OWNER, Gather.KV, COST_VERSION)
+    assert deep == Choice(OWNER, Gather.Q, COST_VERSION)
+    forced = replace(replicas, gather=Gather.KV)
+    assert choose(chunk(16, 8000), forced, known) == Choice(OWNER, Gather.KV), "nothing was chosen"
+
+
+@given(st.integers(1, 2000), st.integers(0, 60_000), st.sampled_from([(2, 2), (3, 3), (4, 4)]))
+def test_the_gather_is_the_cheaper_one(new: int, context: int, shape: tuple[int, int]) -> None:
+    known = prices(*shape)
+    facts = chunk(new, context)
+    cost = {gather: known.seconds(work_of(Choice(OWNER, gather), facts, known.model)) for gather in (Gather.Q, Gather.KV)}
+    assert cost[choose(facts, Replicas(*shape, EVERY_WAY), known).gather] == min(cost.values())
+
+
+def test_a_lone_request_is_split_where_weights_weigh_more_than_rounds() -> None:
+    replicas, lone = Replicas(2, 2, EVERY_WAY), StepFacts(decode_rows=1, decode_context=512)
+    assert choose(lone, replicas, prices(2, 2, round=2e-5)) == Choice(SPLIT, Gather.NONE, COST_VERSION)
+    assert choose(lone, replicas, prices(2, 2, round=2e-3)) == Choice(REPLICATED, Gather.NONE, COST_VERSION)
+
+
+def test_work_is_counted_for_every_way() -> None:
+    model = prices(2, 2).model
+    decode = StepFacts(decode_rows=4, decode_context=400)
+    assert work_of(Choice(REPLICATED), decode, model) == model.replicated(decode)
+    assert work_of(Choice(SPLIT), decode, model) == model.split(decode)
+    assert work_of(Choice(OWNER), decode, model) == model.owner_kv(decode) == model.owner_q(decode)
+    assert work_of(Choice(OWNER, Gather.Q), LONG, model) == model.owner_q(LONG)
+    assert work_of(Choice(OWNER, Gather.KV), LONG, model) == model.owner_kv(LONG)
+
+
 def test_facts_count_rows_by_kind_and_prefill_tokens_with_their_context() -> None:
     requests = {}
-    for handle, prefill, bound in ((1, 5, False), (2, 9, False), (3, 2, True), (4, 1, False)):
-        requests[handle] = Request(handle, "r", [0], Sampling(), num_prefill_tokens=prefill, is_bound=bound)
+    for handle, prefill in ((1, 5), (2, 9), (3, 2), (4, 1)):
+        requests[handle] = Request(handle, "r", [0], Sampling(), num_prefill_tokens=prefill)
 
     def row(handle: int, start: int, count: int) -> Row:
         return Row(handle, start, (0,) * count, (), False, 0, False)
 
     rows = [row(1, 0, 4), row(2, 8, 1), row(3, 2, 1), row(4, 7, 1)]
-    assert facts_of(rows, requests) == StepFacts(2, 2, 5, 8, 1)
+    assert facts_of(rows, requests) == StepFacts(
+        decode_rows=2,
+        decode_context=9,
+        prefill_rows=2,
+        prefill_tokens=5,
+        prefill_context=8,
+        prefill_pairs=1 + 2 + 3 + 4 + 9,
+    )

@@ -1,0 +1,237 @@
+"""What a step costs when it is computed in one way or another, from numbers that are the same for everybody.
+
+A way is counted as `Work` of the rank that has most of it; `Rates` (seconds per unit of each kind) make seconds of it. Only who
+decides uses this: ranks obey a plan and never look here.
+
+Notation: P = pcp, N = dcp = P·d or 1, h = Q heads of a rank, H = h·d; S_q and S_ctx = new and cached tokens of the prefill
+rows; e, e_o and e_kv = bytes of activations, partial outputs and cache. A query head has the width w_q, a partial output w_o
+(both head_dim; latent attention: dc + dr and dc), a token's KV in one layer of a rank w_kv (2 · KV heads · head_dim; dc + dr).
+Per layer, of prefill rows, a rank receives
+
+    gather Q     (N−1)/P · S_q · (h·(w_q·e + w_o·e_o + 4) + w_kv·e)             in 2 rounds
+    gather KV    (P−1)/P · S_q · w_kv·e  +  (N−1)/N · S_ctx · w_kv·e_kv         in 1 round and 1 per workspace of context
+
+By bytes alone gathering Q is cheaper once S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q (for d > 1 a little later, as the
+new KV goes to every rank of the DCP group). Both ways compute the same pairs, balanced over the members.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cp_layout.errors import LayoutError
+from cp_layout.grid import Grid
+from cp_layout.model_shape import DTYPE_BYTES, ModelShape
+
+COST_VERSION = 1
+"""Changes whenever the same numbers may lead to another choice."""
+
+PARTIAL_BYTES = 4
+"""Bytes of an element of a partial output, and of its log-sum-exp: fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """A step in global numbers: sums over its rows."""
+
+    decode_rows: int = 0
+    decode_context: int = 0
+    """Tokens that the decode rows find in the cache."""
+    prefill_rows: int = 0
+    prefill_tokens: int = 0
+    """S_q."""
+    prefill_context: int = 0
+    """S_ctx."""
+    prefill_pairs: int = 0
+    """(query, key ≤ query) pairs of the prefill rows, the context's keys included."""
+
+
+class Work(NamedTuple):
+    """Work of the rank that has most of it, over all layers of one step."""
+
+    steps: float = 0.0
+    linear_flops: float = 0.0
+    weight_bytes: float = 0.0
+    """Weights that are read."""
+    attention_flops: float = 0.0
+    cache_bytes: float = 0.0
+    """KV that is read or copied."""
+    rounds: float = 0.0
+    """Collectives."""
+    wire_bytes: float = 0.0
+    """What it receives in them."""
+
+    def plus(self, other: "Work") -> "Work":
+        """Element by element."""
+        return Work(*(mine + theirs for mine, theirs in zip(self, other, strict=True)))
+
+
+class Rates(NamedTuple):
+    """Seconds per unit of each kind of work; the defaults are priors of a CPU core, to be measured."""
+
+    step: float = 5e-3
+    linear_flop: float = 1 / 50e9
+    weight_byte: float = 1 / 10e9
+    attention_flop: float = 1 / 20e9
+    cache_byte: float = 1 / 5e9
+    round: float = 1e-4
+    wire_byte: float = 1 / 1e9
+
+
+def seconds(work: Work, rates: Rates) -> float:
+    """Predicted time of a step."""
+    return sum(amount * rate for amount, rate in zip(work, rates, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class CostModel:
+    """What the work of a step depends on besides its numbers."""
+
+    grid: Grid
+    layers: int
+    token_parameters: float
+    """Parameters of a rank that a token is multiplied with, those of the vocabulary's head not counted."""
+    head_parameters: float
+    hidden_size: int
+    heads: int
+    """h."""
+    query_width: int
+    """w_q."""
+    output_width: int
+    """w_o."""
+    kv_width: int
+    """w_kv."""
+    activation_bytes: int
+    """e."""
+    cache_element_bytes: int
+    """e_kv."""
+    workspace_tokens: int = 8192
+    """Cached tokens that one round of a KV gather brings, over all shards."""
+
+    @classmethod
+    def of(cls, shape: ModelShape, grid: Grid, parameters: float, dtype: str, kv_dtype: str) -> "CostModel":
+        """parameters: of the layers, of one replica, that a token is multiplied with. `LayoutError` for an unknown dtype."""
+        for name in (dtype, kv_dtype):
+            if name not in DTYPE_BYTES:
+                raise LayoutError(f"dtype {name!r} is not one of {', '.join(DTYPE_BYTES)}")
+        mla = shape.mla
+        return cls(
+            grid=grid,
+            layers=shape.num_layers,
+            token_parameters=parameters / grid.tp,
+            head_parameters=shape.vocab_size * shape.hidden_size / grid.tp,
+            hidden_size=shape.hidden_size,
+            heads=shape.num_heads // grid.tp,
+            query_width=shape.head_dim if mla is None else mla.latent_dim,
+            output_width=shape.head_dim if mla is None else mla.kv_lora_rank,
+            kv_width=shape.kv_spec(grid.tp).elements,
+            activation_bytes=DTYPE_BYTES[dtype],
+            cache_element_bytes=DTYPE_BYTES[kv_dtype],
+        )
+
+    def replicated(self, facts: StepFacts) -> Work:
+        """Every replica computes every row; partial outputs are merged over the shards."""
+        rows = facts.decode_rows + facts.prefill_tokens
+        drawn = facts.decode_rows + facts.prefill_rows
+        return self._linear(rows, drawn).plus(self._everywhere(facts)).plus(self._sums(rows, self.grid.tp))
+
+    def split(self, facts: StepFacts) -> Work:
+        """Decode rows only: every replica computes its part of every matrix, and what that takes to put together."""
+        p, rows = self.grid.pcp, facts.decode_rows
+        whole = self._linear(rows, rows)
+        part = whole._replace(linear_flops=whole.linear_flops / p, weight_bytes=whole.weight_bytes / p)
+        gathered = (p - 1) / p * rows * (self.heads * self.query_width + self.kv_width) * self.activation_bytes
+        gather = self._per_layer(Work(rounds=1, wire_bytes=gathered))
+        return part.plus(gather).plus(self._everywhere(facts)).plus(self._sums(rows, self.grid.tp * p))
+
+    def owner_q(self, facts: StepFacts) -> Work:
+        """Rows are dealt out, and all of them go to the keys; dcp > 1."""
+        n, context = self.grid.dcp, facts.prefill_context + facts.decode_context
+        mine = facts.prefill_tokens / self.grid.pcp + self._owned(facts)
+        out = self.heads * (self.output_width + 1) * PARTIAL_BYTES
+        row = (self.heads * self.query_width + self.kv_width) * self.activation_bytes + out
+        exchange = Work(
+            rounds=2 * (mine > 0),
+            wire_bytes=(n - 1) * mine * row,
+            cache_bytes=context / n * self._kv_bytes,
+            attention_flops=(facts.prefill_pairs + facts.decode_context + facts.decode_rows) / n * self._pair_flops(self._d),
+        )
+        return self._dealt(facts).plus(self._per_layer(exchange))
+
+    def owner_kv(self, facts: StepFacts) -> Work:
+        """Rows are dealt out; keys go to the prefill rows, decode rows to the keys (with dcp = 1 theirs are where they are)."""
+        p, n = self.grid.pcp, self.grid.dcp
+        context, new = facts.prefill_context, facts.prefill_tokens
+        pieces = -(-context // self.workspace_tokens) if n > 1 else 0
+        received = (p - 1) / p * new * self.kv_width * self.activation_bytes + (n - 1) / n * context * self._kv_bytes
+        copies = 3 if n > 1 else 1  # read here, written to the workspace, read there
+        prefill = Work(
+            rounds=(1 + pieces) * (new > 0),
+            wire_bytes=received,
+            cache_bytes=copies * context * self._kv_bytes,
+            attention_flops=facts.prefill_pairs / p * self._pair_flops(1),
+        )
+        alone = StepFacts(decode_rows=facts.decode_rows, decode_context=facts.decode_context)
+        work = self._per_layer(prefill).plus(self._dealt(facts))
+        if n > 1:
+            exchange = self.owner_q(alone)
+            return work.plus(exchange._replace(steps=0, linear_flops=0, weight_bytes=0)) if facts.decode_rows else work
+        decode = Work(
+            cache_bytes=facts.decode_context / p * self._kv_bytes,
+            attention_flops=(facts.decode_context + facts.decode_rows) / p * self._pair_flops(1),
+        )
+        return work.plus(self._per_layer(decode))
+
+    @property
+    def _d(self) -> int:
+        return self.grid.dcp_in_tp
+
+    @property
+    def _kv_bytes(self) -> int:
+        """Bytes of one cached token in one layer."""
+        return self.kv_width * self.cache_element_bytes
+
+    def _pair_flops(self, members: int) -> float:
+        """Of one (query, key) pair in one layer, with the heads of so many TP members."""
+        return 2.0 * self.heads * members * (self.query_width + self.output_width)
+
+    def _per_layer(self, work: Work) -> Work:
+        return Work(*(amount * self.layers for amount in work))
+
+    def _owned(self, facts: StepFacts) -> int:
+        """Decode rows of the replica that has most of them."""
+        return -(-facts.decode_rows // self.grid.pcp)
+
+    def _linear(self, rows: float, drawn: float) -> Work:
+        return Work(
+            steps=1,
+            linear_flops=2 * (rows * self.token_parameters + drawn * self.head_parameters),
+            weight_bytes=(self.token_parameters + self.head_parameters) * self.activation_bytes,
+        )
+
+    def _dealt(self, facts: StepFacts) -> Work:
+        """Linear layers of rows that are dealt out."""
+        rows = facts.prefill_tokens / self.grid.pcp + self._owned(facts)
+        return self._linear(rows, self._owned(facts) + facts.prefill_rows / self.grid.pcp).plus(self._sums(rows, self.grid.tp))
+
+    def _sums(self, rows: float, ranks: int) -> Work:
+        """Two sums of hidden states per layer."""
+        if ranks == 1:
+            return Work()
+        received = 2 * (ranks - 1) / ranks * rows * self.hidden_size * self.activation_bytes
+        return self._per_layer(Work(rounds=2, wire_bytes=2 * received))
+
+    def _everywhere(self, facts: StepFacts) -> Work:
+        """Attention of rows that every replica has, each against its shard."""
+        n, rows = self.grid.dcp, facts.decode_rows + facts.prefill_tokens
+        context = facts.decode_context + facts.prefill_context
+        pairs = facts.prefill_pairs + facts.decode_context + facts.decode_rows
+        queries = (self._d - 1) * rows * self.heads * self.query_width * self.activation_bytes
+        partials = (n - 1) * rows * self.heads * (self.output_width + 1) * PARTIAL_BYTES
+        return self._per_layer(
+            Work(
+                rounds=(self._d > 1) + (n > 1),
+                wire_bytes=queries + partials,
+                cache_bytes=context / n * self._kv_bytes,
+                attention_flops=pairs / n * self._pair_flops(self._d),
+            )
+        )
