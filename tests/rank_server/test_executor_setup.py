@@ -29,6 +29,7 @@ def full_config(files, **changes):
         max_model_len=99,
         max_num_seqs=5,
         max_num_batched_tokens=33,
+        pcp_gather="kv",
     )
     for name, value in changes.items():
         setattr(stated, name, value)
