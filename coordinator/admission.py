@@ -92,9 +92,11 @@ class Admission:
 
     def release(self, accepted: Accepted) -> None:
         """The call is over: frees the id, and the blocks if the request still has some."""
-        self._withdraw(accepted)
-        del self._active[accepted.request_id]
-        self.changes.announce()
+        try:
+            self._withdraw(accepted)
+        finally:
+            del self._active[accepted.request_id]
+            self.changes.announce()
 
     def _withdraw(self, accepted: Accepted) -> None:
         if accepted.home is not None and accepted.home.engine is not None:
@@ -120,7 +122,8 @@ class Admission:
         limits = self._limits(home)
         hasher = self._hasher(wire.cache_salt.encode())
         prepared = await self._text.encode(lambda text: prepare(wire, text, limits, seed, hasher), long=is_long(wire))
-        if self.closed or not home.ready:
+        self._check_open()
+        if not home.ready:
             raise Unavailable("the request's ranks were lost while it was tokenised", retry_after_s=RETRY_AFTER_S)
         engine = home.engine
         accepted.lives = self._completions(accepted, prepared, wire)
@@ -153,9 +156,12 @@ class Admission:
             lives.append(LiveRequest(request, detokenizer, accepted.stream, index))
         return tuple(lives)
 
-    def _pick(self) -> RankSet:
+    def _check_open(self) -> None:
         if self.closed:
             raise Unavailable("the server is draining", retry_after_s=RETRY_AFTER_S)
+
+    def _pick(self) -> RankSet:
+        self._check_open()
         ready = [home for home in self._sets if home.ready]
         if not ready:
             raise Unavailable("no rank set is ready", retry_after_s=RETRY_AFTER_S)

@@ -4,7 +4,6 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 from time import perf_counter
-from typing import NoReturn
 
 from coordinator.dispatch import Dispatcher
 from coordinator.faults import BadAnswer, CommandTimedOut, TextStuck
@@ -61,6 +60,8 @@ class Engine:
         self._fault: Exception | None = None
         """What makes the books of scheduler or text doubtful: the run that finds it ends with it."""
         self._text_backlog: deque[asyncio.Future[None]] = deque()
+        self._text_deadline: asyncio.TimerHandle | None = None
+        """Of the oldest text in the backlog, in every state of the set."""
         self._committed: list[TextRow] = []
         """Rows of the last step that the text thread has not got yet."""
 
@@ -78,14 +79,14 @@ class Engine:
 
     def abort(self, handle: int) -> None:
         """Ends a request in any state, without an event; its blocks are free after the step in flight. Idempotent."""
-        if self._live.pop(handle, None) is not None:
-            self.scheduler.abort(handle)
+        live = self._live.pop(handle, None)
+        if live is not None:
+            self._abort(live)
             self._work.set()
 
     def fail_all(self, error: KvloomError) -> None:
         """Ends all requests but those whose last text is on its way; pools and prefix cache are empty afterwards."""
         self._hand_over()
-        self._fault = None
         self.scheduler.fail_all(str(error))
         for handle, live in list(self._live.items()):
             if not live.committed_end:
@@ -97,10 +98,12 @@ class Engine:
         coordinator itself. lanes: ranks ascending.
         """
         ranks = [lane.rank for lane in lanes]
+        # What broke the books before now has gone with the requests that were in them.
+        self._fault = None
         while True:
+            await self._text_room()
             if self._fault is not None:
                 raise self._fault
-            await self._text_room()
             started = perf_counter()
             step = self.scheduler.schedule()
             if step is None:
@@ -129,28 +132,32 @@ class Engine:
 
     async def _text_room(self) -> None:
         while len(self._text_backlog) > MAX_TEXT_BACKLOG:
-            done, _ = await asyncio.wait({self._text_backlog[0]}, timeout=self._timings.text_s)
-            if not done:
-                self._give_up_text()
+            await self._idle()
 
     async def _idle(self) -> None:
-        """Until there is work, or news of the text that is still on its way."""
+        """Until there is work, news of the text that is still on its way, or a fault."""
         self._work.clear()
-        try:
-            async with asyncio.timeout(self._timings.text_s if self._text_backlog else None):
-                await self._work.wait()
-        except TimeoutError:
-            self._give_up_text()
+        await self._work.wait()
 
-    def _give_up_text(self) -> NoReturn:
+    def _watch_text(self) -> None:
+        """Gives what is now the oldest text its time."""
+        if self._text_deadline is not None:
+            self._text_deadline.cancel()
+            self._text_deadline = None
+        if self._text_backlog:
+            self._text_deadline = asyncio.get_running_loop().call_later(self._timings.text_s, self._give_up_text)
+
+    def _give_up_text(self) -> None:
         """Ends all requests, those too whose last text is on its way: it will not come, or too late."""
         error = TextStuck(f"the text thread has finished nothing for {self._timings.text_s:g} s")
+        log.error("text is stuck", steps=len(self._text_backlog), requests=len(self._live))
         for live in self._live.values():
             live.stream.fail(error)
         self._live.clear()
         self._text_backlog.clear()
         self._committed = []
-        raise error
+        self._fault = error
+        self._work.set()
 
     def _check_tables(
         self, tables: Sequence[int], lanes: Sequence[Lane], responses: Sequence[rank_pb2.ExecuteResponse]
@@ -185,6 +192,8 @@ class Engine:
             rows, self._committed = self._committed, []
             delivered = self._text.submit(rows, self._deliver)
             self._text_backlog.append(delivered)
+            if len(self._text_backlog) == 1:
+                self._watch_text()
             delivered.add_done_callback(lambda delivered: self._delivered(delivered, rows))
 
     def _deliver(self, results: list[TextResult]) -> None:
@@ -212,6 +221,7 @@ class Engine:
         """A step's text is out, or is lost as a whole."""
         if delivered in self._text_backlog:
             self._text_backlog.remove(delivered)
+            self._watch_text()
         error = None if delivered.cancelled() else delivered.exception()
         if isinstance(error, Exception):
             for row in rows:
@@ -223,6 +233,9 @@ class Engine:
         log.error("delivery failed", exc=error, request=live.request.request_id)
         live.stream.fail(Internal(f"the output could not be delivered ({type(error).__name__})"))
         self._live.pop(live.request.handle, None)
+        self._abort(live)
+
+    def _abort(self, live: LiveRequest) -> None:
         try:
             self.scheduler.abort(live.request.handle)
         except Exception as fault:
@@ -233,10 +246,12 @@ class Engine:
 async def _collect(
     lanes: Sequence[Lane], answers: Sequence["asyncio.Future[rank_pb2.ExecuteResponse]"], timeout_s: float
 ) -> list[rank_pb2.ExecuteResponse]:
-    """All answers, or the first fault; the ranks that are late are named by the first of them."""
+    """All answers, or the first fault; of the ranks that are late the first one is named."""
     try:
         async with asyncio.timeout(timeout_s):
             return await asyncio.gather(*answers)
     except TimeoutError:
-        late = [lane.rank for lane, answer in zip(lanes, answers, strict=True) if answer.cancelled()]
-        raise CommandTimedOut(late[0], f"no result of a step within {timeout_s:.1f} s") from None
+        late = next((lane.rank for lane, answer in zip(lanes, answers, strict=True) if answer.cancelled()), None)
+        if late is None:  # the last answer and the end of the time came in the same turn of the event loop
+            return [answer.result() for answer in answers]
+        raise CommandTimedOut(late, f"no result of a step within {timeout_s:.1f} s") from None

@@ -16,6 +16,7 @@ from coordinator.pricing import Pricing
 from coordinator.request import Event, Request, State
 from coordinator.rows import admission_of, finish_reason, row_of
 from coordinator.scheduler_types import Progress, QueueFull, SchedulerConfig, SchedulerStats, StepOrderError
+from coordinator.score_room import MAX_SCORED_VALUES_IN_STEP, ScoreRoom
 from cp_layout.capacity import fits_ever
 from cp_layout.interleave import Layout
 
@@ -92,7 +93,7 @@ class Scheduler:
                     f"{self._blocks_per_member} blocks per member"
                 )
         if len(self._waiting) + len(requests) > self._config.max_waiting:
-            raise QueueFull(f"{len(self._waiting)} requests are waiting, the limit is {self._config.max_waiting}")
+            raise QueueFull(len(self._waiting), len(requests), self._config.max_waiting)
         for request in requests:
             self._kv.open(request)
             self._waiting[request.handle] = request
@@ -142,11 +143,12 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise StepOrderError("a step is already in flight")
-        shares, budget = self._share_budget()
+        scores = ScoreRoom(MAX_SCORED_VALUES_IN_STEP)
+        shares, budget = self._share_budget(scores)
         rows, preempted = self._running_rows(shares)
         admissions: list[Admission] = []
         if not preempted:
-            self._admit_waiting(budget, rows, admissions)
+            self._admit_waiting(budget, scores, rows, admissions)
         if not rows and not self._released:
             return None
         choice, facts = self._owners.decide(rows, self._running)
@@ -185,8 +187,8 @@ class Scheduler:
         progress = [self._commit_row(row, sampled.get(row.handle), failed.get(row.handle)) for row in step.rows]
         return [each for each in progress if each is not None]
 
-    def _share_budget(self) -> tuple[dict[int, int], int]:
-        """Tokens of the next step by running request, and the rest of the budget."""
+    def _share_budget(self, scores: ScoreRoom) -> tuple[dict[int, int], int]:
+        """Tokens of the next step by running request, and the rest of the budget: none when scores cut a chunk short."""
         shares: dict[int, int] = {}
         budget = self._config.max_num_batched_tokens
         for handle in self._running:
@@ -195,9 +197,10 @@ class Scheduler:
             shares[handle] = 1
             budget -= 1
         for handle in shares:
-            more = min(self._running[handle].num_known - self._running[handle].num_computed - 1, budget)
-            shares[handle] += more
-            budget -= more
+            request = self._running[handle]
+            wanted = min(request.num_known - request.num_computed, 1 + budget)
+            shares[handle] = scores.take(request, wanted)
+            budget = budget + 1 - wanted if shares[handle] == wanted else 0
         return shares, budget
 
     def _running_rows(self, shares: Mapping[int, int]) -> tuple[list[Row], bool]:
@@ -221,7 +224,7 @@ class Scheduler:
             rows.append(row_of(request, count, self._kv.tail(request, missing)))
         return rows, preempted
 
-    def _admit_waiting(self, budget: int, rows: list[Row], admissions: list[Admission]) -> None:
+    def _admit_waiting(self, budget: int, scores: ScoreRoom, rows: list[Row], admissions: list[Admission]) -> None:
         """Gives seats to the front of the queue, as long as seats, budget and blocks for all known tokens are there.
 
         Blocks are handed out chunk by chunk, but a request gets in only if it fits as a whole; otherwise prefills would push
@@ -242,8 +245,9 @@ class Scheduler:
             self._admit(request, placement)
             admissions.append(admission_of(request, placement))
             history += len(admissions[-1].cached_token_ids)
-            count = min(request.num_known - request.num_computed, budget)
-            budget -= count
+            wanted = min(request.num_known - request.num_computed, budget)
+            count = scores.take(request, wanted)
+            budget = budget - count if count == wanted else 0
             self._kv.grow(request, self._kv.missing(request, request.num_computed + count))
             rows.append(row_of(request, count, self._kv.tail(request, self._kv.table_lengths(request))))
 

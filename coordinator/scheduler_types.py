@@ -4,7 +4,11 @@ from dataclasses import dataclass
 
 
 class QueueFull(RuntimeError):
-    """As many requests wait as are allowed to; trying again later helps."""
+    """As many requests wait as are allowed to, or more would with those that came together; trying again later helps."""
+
+    def __init__(self, waiting: int, more: int, limit: int) -> None:
+        together = f" and {more} more would make {waiting + more}" if more > 1 else ""
+        super().__init__(f"{waiting} requests are waiting{together}, the limit is {limit}")
 
 
 class StepOrderError(RuntimeError):

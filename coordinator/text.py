@@ -1,9 +1,10 @@
 """The text edge: prompts become token ids, output tokens become text.
 
-Pure computation without a lock, never called from the event loop. Prompts may be encoded on one thread while another
-pushes tokens into detokenizers: the two share nothing that changes.
+Pure computation without a lock, never called from the event loop. Prompts may be encoded on any number of threads while
+another one pushes tokens into detokenizers: what they share never changes, and each thread has a chat template of its own.
 """
 
+import threading
 from collections.abc import Sequence
 
 from coordinator.chat import ChatTemplate
@@ -18,6 +19,12 @@ MAX_TEXT_BYTES = 8 << 20
 MAX_MESSAGES = 4096
 
 
+class _Chat(threading.local):
+    """What a thread renders with: a template may not be used by two at once."""
+
+    template: ChatTemplate | None = None
+
+
 class TextEdge:
     """Tokenizer, chat template and detokenizers of one model; `ModelRefused` when its tokenizer is not supported."""
 
@@ -27,7 +34,7 @@ class TextEdge:
         self._token_bytes = TokenBytes(self._tokenizer)
         self._chat_template = model.chat_template
         self._special_tokens = model.special_tokens
-        self._chat: ChatTemplate | None = None
+        self._chat = _Chat()
         self._max_text_bytes = max_text_bytes
         self.vocab_size = model.shape.vocab_size
         self.eos_token_ids = model.eos_token_ids
@@ -59,11 +66,12 @@ class TextEdge:
         return Detokenizer(self._token_bytes, stop, min_tokens)
 
     def _template(self) -> ChatTemplate:
-        if self._chat is None:
+        template = self._chat.template
+        if template is None:
             if self._chat_template is None:
                 raise TextRefused("chat", "messages", "text or token ids, the model has no chat template")
-            self._chat = ChatTemplate(self._chat_template, self._special_tokens)
-        return self._chat
+            template = self._chat.template = ChatTemplate(self._chat_template, self._special_tokens)
+        return template
 
     def _ids(self, field: str, text: str) -> list[int]:
         self._check_size(field, len(text.encode()))

@@ -26,7 +26,7 @@ class Timings:
     cause_s: float = 0.2
     """After a rank's collective has failed: for signs of another rank's end, which would be the cause."""
     text_s: float = 30.0
-    """The text of a step may take, also while earlier steps' is being prepared; a text thread that is later is stuck."""
+    """The text thread may take for a step's text; one that finishes nothing for so long is stuck."""
     encode_s: float = 120.0
     """Until a prompt is tokenised and checked, the wait for earlier ones included."""
     retry_s: float = 0.5

@@ -1,14 +1,18 @@
 """Every way a request may end before its time: abort, disconnect, drain, shutdown."""
 
 import asyncio
+import threading
+from types import SimpleNamespace
 
 import pytest
 
 from coordinator.app import Options
+from coordinator.engine import Engine, _collect
+from coordinator.faults import CommandFailed, CommandTimedOut
 from cp_wire import errors
 from cp_wire.pb import coordinator_pb2
 from tests.coordinator.fake_rank import continuation
-from tests.coordinator.harness import cluster, eventually, listen
+from tests.coordinator.harness import FakeText, cluster, eventually, listen
 
 
 async def test_abort_ends_the_stream_in_every_state():
@@ -116,3 +120,83 @@ async def test_m5_drain_finishes_the_accepted_and_refuses_the_new():
         for index, call in enumerate(calls):
             assert (await call).token_ids == continuation([index], 8)
         assert (await drained).ended == 0
+
+
+async def test_a_drain_is_told_to_a_request_that_is_still_being_prepared(monkeypatch):
+    started, release = threading.Event(), threading.Event()
+
+    def slow(self, text):
+        started.set()
+        assert release.wait(30)
+        return [1]
+
+    monkeypatch.setattr(FakeText, "encode", slow)
+    async with cluster() as harness:
+        request = coordinator_pb2.GenerateRequest(text="ab", max_tokens=2)
+        call = asyncio.create_task(listen(harness.inference.Generate(request, timeout=10)))
+        try:
+            assert await asyncio.to_thread(started.wait, 30)
+            drained = asyncio.create_task(harness.coordinator.drain(5))
+            await harness.until(lambda status: status.state == "draining")
+        finally:
+            release.set()
+        heard = await call
+        assert isinstance(heard.error, errors.Unavailable) and heard.error.retryable
+        assert heard.error.message == "the server is draining"
+        assert await drained == 0
+
+
+async def test_a_disconnected_request_that_cannot_be_ended_breaks_the_set_and_frees_its_id(monkeypatch):
+    async with cluster() as harness:
+        rank = harness.ranks[0]
+        held = asyncio.create_task(rank.hold())
+        call = harness.call([1], request_id="mine")
+        await held
+
+        def fail(handle):
+            raise KeyError(handle)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.scheduler, "abort", fail)
+            call.cancel()
+            await harness.until_active(0)
+            rank.gate.set()
+            await eventually(lambda: harness.home.epoch == 2 and harness.home.ready)
+        assert (await harness.generate([7], request_id="mine")).token_ids == continuation([7], 8)
+        await harness.until_idle()
+
+
+async def test_an_id_is_free_after_its_call_whatever_else_fails(monkeypatch):
+    def fail(self, handle):
+        raise KeyError(handle)
+
+    async with cluster() as harness:
+        held = asyncio.create_task(harness.ranks[0].hold())
+        call = harness.call([1], request_id="mine")
+        await held
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "abort", fail)
+            call.cancel()
+            await harness.until_active(0)
+        harness.ranks[0].gate.set()
+        assert (await harness.generate([7], request_id="mine")).token_ids == continuation([7], 8)
+
+
+def answers(*results):
+    """Lanes and their answers: a value, an exception, or None for one that is still to come."""
+    futures = []
+    for result in results:
+        futures.append(future := asyncio.get_running_loop().create_future())
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        elif result is not None:
+            future.set_result(result)
+    return [SimpleNamespace(rank=10 + index) for index in range(len(futures))], futures
+
+
+async def test_answers_that_come_in_the_turn_in_which_their_time_ends_count():
+    assert await _collect(*answers("a", "b"), 0) == ["a", "b"]
+    with pytest.raises(CommandFailed, match="rank 11: OUT_OF_MEMORY in step"):
+        await _collect(*answers("a", CommandFailed(11, "step", "OUT_OF_MEMORY", "no")), 0)
+    with pytest.raises(CommandTimedOut, match="rank 11: no result of a step within"):
+        await _collect(*answers("a", None, None), 0)

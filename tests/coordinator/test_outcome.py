@@ -83,6 +83,15 @@ def test_a_row_that_fails_on_one_rank_has_failed() -> None:
     assert (got.sampled, got.failed, got.scores) == ({2: 20}, {1: "the logits are not finite"}, {})
 
 
+def test_scores_beside_a_failed_draw_of_the_same_row_are_dropped() -> None:
+    plan = step(row(1, sample=True, score_start=1, scored=8), row(2, score_start=1, scored=2))
+    failed = drawn(1, error="the logits are not finite")
+    answer = rank_pb2.StepResult(sampled=[failed], scores=[piece(1, 1, 8), piece(2, 1, 2)])
+    got = outcome(plan, answer, rank_pb2.StepResult())
+    assert got.failed == {1: "the logits are not finite"}
+    assert got.scores.keys() == {2}
+
+
 def test_a_draw_that_nobody_asked_for_or_nobody_made_is_no_answer() -> None:
     for plan, result in (
         (step(row(1)), rank_pb2.StepResult(sampled=[drawn(1, 10)])),

@@ -74,7 +74,7 @@ def test_all_completions_fit_in_the_queue_or_none_is_taken():
     cluster = Cluster(ONE, 40, max_waiting=3)
     cluster.add([1], 1)
     requests = [Request(handle, "r", PROMPT, Sampling(max_tokens=2)) for handle in (11, 12, 13)]
-    with pytest.raises(QueueFull, match="1 requests are waiting, the limit is 3"):
+    with pytest.raises(QueueFull, match="1 requests are waiting and 3 more would make 4, the limit is 3"):
         cluster.scheduler.add(*requests)
     assert cluster.scheduler.waiting == 1
     cluster.drain()
@@ -123,3 +123,22 @@ def test_f13_a_prompt_of_one_token_has_nothing_to_score():
     cluster.drain()
     cluster.check_output(request)
     assert cluster.ranks.scored == {}
+
+
+@pytest.mark.parametrize("layout", [ONE, TWO], ids=str)
+def test_scores_of_a_step_have_a_bound_and_nobody_is_admitted_beside_a_chunk_that_it_cuts(monkeypatch, layout):
+    monkeypatch.setattr(scheduler, "MAX_SCORED_VALUES_IN_STEP", 24)
+    cluster = Cluster(layout, 40)
+    decoding = cluster.add([40, 41], 12)
+    cluster.step()
+    scored = [cluster.add(PROMPT, 3, prompt_logprobs=3), cluster.add(PROMPT[:4], 3, prompt_logprobs=0)]
+    start = len(cluster.steps)
+    cluster.drain()
+    rows = [{row.handle: row for row in step.rows} for step in cluster.steps[start:]]
+    assert [len(each[scored[0].handle].score_token_ids) for each in rows[:4]] == [6, 6, 6, 1]
+    assert all(sum(len(row.score_token_ids) for row in each.values()) <= 6 for each in rows[:3])
+    assert [scored[1].handle in each for each in rows[:4]] == [False, False, False, True]
+    assert decoding.handle in rows[0]
+    for request in (decoding, *scored):
+        cluster.check_output(request)
+    assert cluster.ranks.scored == {scored[0].handle: len(PROMPT), scored[1].handle: 4}

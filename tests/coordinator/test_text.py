@@ -1,11 +1,14 @@
 """The text edge as the coordinator uses it."""
 
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from coordinator import chat
 from coordinator.text import MAX_MESSAGES, TextEdge
 from coordinator.text_errors import TextRefused
 from model_files import open_model
@@ -62,6 +65,33 @@ def test_l4_bad_text_is_refused_and_the_next_works(tmp_path: Path) -> None:
         with pytest.raises(TextRefused, match=sentence):
             text.encode_chat(messages)
     assert text.encode_chat([("user", "hello")])
+
+
+def test_a_short_conversation_takes_nothing_from_a_long_one_on_another_thread(tmp_path: Path, monkeypatch: Any) -> None:
+    """The long one stands between its budget and its rendering while the short one is rendered as a whole."""
+    budgeted, go_on = threading.Event(), threading.Event()
+
+    class Slow(chat.Environment):
+        def render_template(self, *args: Any, messages: list[dict[str, str]], **rest: Any) -> str:
+            if len(messages) > 1:
+                budgeted.set()
+                assert go_on.wait(30)
+            return super().render_template(*args, messages=messages, **rest)
+
+    monkeypatch.setattr(chat, "Environment", Slow)
+    monkeypatch.setattr(chat, "_FUEL_PER_MESSAGE", 5_000)
+    monkeypatch.setattr(chat, "_BASE_FUEL", 0)
+    work = "{% for m in messages %}{% for i in range(500) %}{% endfor %}{{ m.content }}{% endfor %}"
+    text = edge(tmp_path, chat_template=work)
+    alone = text.encode_chat([("user", "hello")])
+    with ThreadPoolExecutor(1) as pool:
+        long = pool.submit(text.encode_chat, [("user", "hello")] * 40)
+        assert budgeted.wait(30)
+        try:
+            assert text.encode_chat([("user", "hello")]) == alone
+        finally:
+            go_on.set()
+        assert len(long.result(30)) >= len(alone)
 
 
 def test_a_model_without_a_template_still_takes_text(tmp_path: Path) -> None:

@@ -88,8 +88,9 @@ async def test_fault_of_the_text_thread_ends_the_requests_of_its_step(monkeypatc
     async with cluster() as harness:
         with monkeypatch.context() as patch:
             patch.setattr(text_worker, "to_text", failing(to_text, 1))
-            for one in await asyncio.gather(harness.generate([1], max_tokens=1), harness.generate([2], max_tokens=1)):
-                assert one.error is None or one.error.message == "the output could not be delivered (OSError)"
+            heard = await asyncio.gather(harness.generate([1], max_tokens=1), harness.generate([2], max_tokens=1))
+            lost = [one.error for one in heard if one.error is not None]
+            assert lost and {error.message for error in lost} == {"the output could not be delivered (OSError)"}
         assert (await harness.generate([7])).token_ids == continuation([7], 8)
         await harness.until_idle()
 
@@ -102,6 +103,47 @@ async def test_stuck_text_thread_breaks_the_set_also_when_nothing_else_is_to_be_
             assert heard.error.message == "the text thread has finished nothing for 0.2 s"
             await eventually(lambda: harness.home.epoch == 2 and harness.home.ready)
         assert (await harness.generate([7])).token_ids == continuation([7], 8)
+        await harness.until_idle()
+
+
+async def one_done_one_computed(harness):
+    """Calls of a request whose last text is with the text thread, and of one whose step the rank does not end."""
+    rank = harness.ranks[0]
+    held = asyncio.create_task(rank.hold())
+    done = asyncio.create_task(harness.generate([1], max_tokens=1))
+    await held
+    computed = asyncio.create_task(harness.generate([2], max_tokens=8))
+    await harness.until_queued(2)
+    rank.gate.set()
+    await rank.hold()
+    return done, computed
+
+
+async def test_stuck_text_thread_is_noticed_while_a_step_is_under_way(monkeypatch):
+    async with cluster(timings=replace(FAST, text_s=0.2)) as harness:
+        with blocked(monkeypatch, text_worker, "to_text", to_text):
+            for heard in await asyncio.gather(*await one_done_one_computed(harness)):
+                assert isinstance(heard.error, errors.Internal)
+                assert heard.error.message == "the text thread has finished nothing for 0.2 s"
+            assert not harness.ranks[0].gate.is_set() and harness.home.epoch == 1
+            harness.ranks[0].gate.set()
+            await eventually(lambda: harness.home.epoch == 2 and harness.home.ready)
+        assert (await harness.generate([7])).token_ids == continuation([7], 8)
+        await harness.until_idle()
+
+
+async def test_stuck_text_thread_is_noticed_while_the_set_is_broken(monkeypatch):
+    async with cluster(timings=replace(FAST, text_s=0.5)) as harness:
+        with blocked(monkeypatch, text_worker, "to_text", to_text):
+            done, computed = await one_done_one_computed(harness)
+            await harness.ranks[0].die()
+            assert isinstance((await computed).error, errors.Unavailable)
+            assert (await done).error.message == "the text thread has finished nothing for 0.5 s"
+            assert not harness.home.ready
+        await harness.replace(0)
+        await eventually(lambda: harness.home.ready)
+        assert (await harness.generate([7])).token_ids == continuation([7], 8)
+        assert harness.home.epoch == 2
         await harness.until_idle()
 
 
