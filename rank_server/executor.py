@@ -86,7 +86,7 @@ class Executor:
         if self._device not in ("auto", config.device):
             raise ConfigRefused(f"rank {rank} computes on {self._device}, the cluster on {config.device}")
         place = Place.of(config, rank, self._files.shape)
-        self._backend = self._open_backend(config.collectives)
+        self._backend = self._open_backend(config.collectives, place)
         loaded = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded, place.device)
         self._weights = resident_weights(self._files.shape, loaded, place.grid.pcp)
         self._bytes_per_block = self._files.shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
@@ -222,9 +222,12 @@ class Executor:
         self.load_fraction = done / total
         self._progress()
 
-    def _open_backend(self, name: str) -> Backend:
+    def _open_backend(self, name: str, place: Place) -> Backend | None:
+        """None for a rank that is a set of its own: what it never uses need not be installed."""
         if name not in self._backends:
             raise ConfigRefused(f"collectives {name!r} is not one of {', '.join(self._backends)}")
+        if place.grid.ranks_per_dp == 1:
+            return None
         try:
             return self._backends[name]()
         except ValueError as error:
@@ -232,5 +235,5 @@ class Executor:
 
     def _require_backend(self) -> Backend:
         if self._backend is None:
-            raise PlanRefused("the rank is not configured yet")
+            raise PlanRefused("the rank is alone in its set" if self._place else "the rank is not configured yet")
         return self._backend

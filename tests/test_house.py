@@ -84,3 +84,21 @@ def test_nothing_executable_is_read(path):
     assert not calls & {"eval", "exec"}
     imports = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     assert not imports & {"pickle", "marshal", "shelve", "dill", "cloudpickle"}
+
+
+@pytest.mark.parametrize(
+    ("package", "homes"),
+    [("cupy", {"rank_server/collectives/nccl.py"}), ("triton", {"rank_server/attention/triton_decode.py"})],
+)
+def test_what_only_gpu_hosts_have_is_imported_in_one_file(package, homes):
+    """And there only when it is used: importing all packages must not need it."""
+    importers = set()
+    for path in sources(*TOP_LEVEL):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name.partition(".")[0] == package for name in names):
+                importers.add(str(path.relative_to(ROOT)))
+    assert importers == homes
+    block = f"import sys; sys.modules[{package!r}] = None; import rank_server.__main__"
+    run(sys.executable, "-c", block)

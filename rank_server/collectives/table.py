@@ -5,6 +5,7 @@ from functools import partial
 
 from rank_server.collectives.base import Backend
 from rank_server.collectives.gloo import GlooBackend
+from rank_server.collectives.nccl import NcclBackend
 from rank_server.collectives.shm import ShmBackend
 
 
@@ -13,4 +14,4 @@ def backends(host: str) -> Mapping[str, Callable[[], Backend]]:
 
     The coordinator names one of them to all ranks; no rank chooses for itself.
     """
-    return {"gloo": partial(GlooBackend, host), "shm": ShmBackend}
+    return {"gloo": partial(GlooBackend, host), "shm": ShmBackend, "nccl": NcclBackend}

@@ -83,7 +83,7 @@ def test_j5_what_was_not_taken_over_differs(files, monkeypatch):
         ({"merge": common_pb2.MERGE_UNSPECIFIED}, 0, ConfigRefused, "merge 0 is not one of a2a, ag_rs"),
         ({"q_replicate": True}, 0, ConfigRefused, "replicated query projections"),
         ({"collectives": "mpi"}, 0, ConfigRefused, "collectives 'mpi' is not one of local, public"),
-        ({"collectives": "public"}, 0, ConfigRefused, r"not the wildcard '0\.0\.0\.0'"),
+        ({"collectives": "public", "tp": 2}, 0, ConfigRefused, r"not the wildcard '0\.0\.0\.0'"),
     ],
 )
 def test_j2_what_a_rank_cannot_do_is_refused_before_it_loads(files, changes, rank, kind, said):
@@ -181,6 +181,12 @@ def test_a_second_pool_is_refused(files):
 def test_nothing_works_before_configure(files, command):
     with pytest.raises(PlanRefused, match="not configured"):
         command(Rank(files).executor)
+
+
+def test_a_rank_alone_needs_no_collectives_and_has_no_groups(files):
+    executor = serving(files, collectives="public").executor
+    with pytest.raises(PlanRefused, match="alone in its set"):
+        executor.prepare_group("tp:0", [0, 1])
 
 
 def test_no_step_before_the_pool(files):

@@ -9,8 +9,10 @@ from torch import Tensor
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.gloo import GlooBackend
 from rank_server.collectives.local import LocalBackend, LocalHub
+from rank_server.collectives.nccl import NcclBackend
 from rank_server.collectives.shm import ShmBackend
 from rank_server.collectives.solo import SoloGroup
+from tests.rank_server.collectives.recorder import HostQueue, Recorder
 from tests.rank_server.threads import run_ranks
 
 SMALL_SLOT = 1000
@@ -33,6 +35,9 @@ class Implementation:
             return [GlooBackend("127.0.0.1") for _ in range(self.size)]
         if self.name.startswith("shm"):
             return [shm_backend(self.name) for _ in range(self.size)]
+        if self.name == "nccl":
+            module = Recorder()
+            return [NcclBackend(module, HostQueue(module)) for _ in range(self.size)]
         hub = LocalHub()
         return [LocalBackend(hub) for _ in range(self.size)]
 

@@ -28,6 +28,7 @@ ALL = [
     *(Implementation("gloo", n) for n in (1, 2, 3)),
     *(Implementation("shm", n) for n in (1, 2, 3, 8)),
     Implementation("shm_small", 3),
+    *(Implementation("nccl", n) for n in (1, 2, 3, 4)),
 ]
 SEVERAL = [each for each in ALL if each.size > 1]
 

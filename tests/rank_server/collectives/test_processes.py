@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from rank_server.collectives.gloo import GlooBackend
+from rank_server.collectives.nccl import NcclBackend
 from rank_server.collectives.shm import ShmBackend
 from rank_server.collectives.table import backends
 from tests.rank_server.collectives.processes import DEADLINE_S, Start
@@ -66,5 +67,7 @@ def test_m2_a_process_that_closes_a_running_operation_exits_cleanly_and_at_once(
 
 
 def test_backends_by_name() -> None:
-    made = {name: type(make()) for name, make in backends("127.0.0.1").items()}
-    assert made == {"gloo": GlooBackend, "shm": ShmBackend}
+    rows = backends("127.0.0.1")
+    assert list(rows) == ["gloo", "shm", "nccl"]
+    assert [type(rows[name]()) for name in ("gloo", "shm")] == [GlooBackend, ShmBackend]
+    assert rows["nccl"] is NcclBackend
