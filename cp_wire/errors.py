@@ -116,6 +116,20 @@ class ConfigRefused(KvloomError):
     reason = "CONFIG_REFUSED"
 
 
+class Stale(KvloomError):
+    """The caller speaks of something that has been replaced since: another attempt, epoch, instance or owner."""
+
+    code = Code.ABORTED
+    reason = "STALE"
+
+
+class LeaseEnded(KvloomError):
+    """What was leased is no longer held for the caller."""
+
+    code = Code.FAILED_PRECONDITION
+    reason = "LEASE_ENDED"
+
+
 class PortInUse(KvloomError):
     """Nothing can listen on this address."""
 
@@ -137,6 +151,8 @@ TABLE: tuple[type[KvloomError], ...] = (
     Cancelled,
     DeadlineExceeded,
     ConfigRefused,
+    Stale,
+    LeaseEnded,
     PortInUse,
     Internal,
 )

@@ -18,6 +18,8 @@ SAMPLES = [
     errors.Cancelled("cancelled"),
     errors.DeadlineExceeded("too late"),
     errors.ConfigRefused("rank 1 speaks protocol 7"),
+    errors.Stale("transfer 7 is of epoch 2"),
+    errors.LeaseEnded("the lease of transfer 7 is expired"),
     errors.PortInUse("127.0.0.1", 80),
     errors.Internal("oops"),
 ]

@@ -1,0 +1,122 @@
+"""One message of a transfer as bytes: a valid `FetchResponse` whose payload neither end copies more than it must.
+
+protobuf would copy a payload into the message, and again into the frame, and the same on the way back. Here the frame is
+joined once, straight from the rows; the receiver parses the header and looks at the payload where it is.
+"""
+
+import struct
+from dataclasses import dataclass
+
+import google_crc32c
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from cp_wire.pb import kv_transfer_pb2 as pb
+
+FETCH = "/kvloom.v1.KvTransferService/Fetch"
+"""The method whose responses are frames."""
+
+Buffer = bytes | memoryview
+
+_HEADER_TAG = 0x0A
+_PAYLOAD_TAG = 0x12
+_CHECKED = struct.Struct("<7Q")
+
+
+class Corrupted(ValueError):
+    """Bytes that are not what their sender sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """Who sent what: the session and the identity its blocks had, and which rows these are (`cp_layout.packing`)."""
+
+    session: int
+    attempt: int
+    epoch: int
+    generation: int
+    message: int
+    first_row: int
+    num_rows: int
+
+    def crc(self, payload: Buffer) -> int:
+        """CRC32C over the header's fields and the payload."""
+        fields = _CHECKED.pack(
+            self.session, self.attempt, self.epoch, self.generation, self.message, self.first_row, self.num_rows
+        )
+        # The library takes no memoryview, but an array around the same memory.
+        data = payload if isinstance(payload, bytes) else np.asarray(payload)
+        return int(google_crc32c.extend(google_crc32c.value(fields), data))
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A received message whose CRC is still to be checked. payload: a view into the frame, empty when it came otherwise."""
+
+    header: Header
+    crc: int
+    payload: memoryview
+
+    def check(self, payload: Buffer) -> None:
+        """`Corrupted` when payload or header are not what was sent."""
+        if self.header.crc(payload) != self.crc:
+            raise Corrupted(f"message {self.header.message} has a wrong checksum")
+
+
+def encode(header: Header, payload: Buffer, *, detached: bool = False) -> bytes:
+    """The frame; `detached` leaves the payload out, which then travels on another way."""
+    fields = pb.FetchHeader(
+        session=header.session,
+        attempt=header.attempt,
+        epoch=header.epoch,
+        generation=header.generation,
+        message=header.message,
+        first_row=header.first_row,
+        num_rows=header.num_rows,
+        crc32c=header.crc(payload),
+    ).SerializeToString()
+    parts: list[Buffer] = [_length(_HEADER_TAG, len(fields)), fields]
+    if not detached:
+        parts += [_length(_PAYLOAD_TAG, len(payload)), payload]
+    return b"".join(parts)
+
+
+def decode(frame: bytes) -> Frame:
+    """Takes a frame apart; `Corrupted` when it is none, or has anything but a header and a payload."""
+    view = memoryview(frame)
+    fields, rest = _field(view, _HEADER_TAG)
+    payload = view[:0]
+    if len(rest):
+        payload, rest = _field(rest, _PAYLOAD_TAG)
+    if len(rest):
+        raise Corrupted(f"{len(rest)} bytes after the payload")
+    try:
+        header = pb.FetchHeader.FromString(bytes(fields))
+    except DecodeError as error:
+        raise Corrupted("the header is none") from error
+    identity = header.session, header.attempt, header.epoch, header.generation
+    return Frame(Header(*identity, header.message, header.first_row, header.num_rows), header.crc32c, payload)
+
+
+def _length(tag: int, size: int) -> bytes:
+    """Tag and length of a field, the length as a base-128 varint."""
+    out = bytearray([tag])
+    while size >= 0x80:
+        out.append(size & 0x7F | 0x80)
+        size >>= 7
+    out.append(size)
+    return bytes(out)
+
+
+def _field(view: memoryview, tag: int) -> tuple[memoryview, memoryview]:
+    """Content of the length-delimited field that begins here, and what follows it."""
+    if not len(view) or view[0] != tag:
+        raise Corrupted("a frame is a header and a payload, in this order")
+    size = 0
+    for at in range(1, min(len(view), 6)):
+        size |= (view[at] & 0x7F) << 7 * (at - 1)
+        if view[at] < 0x80:
+            if len(view) < at + 1 + size:
+                raise Corrupted(f"a field of {size} bytes is cut off after {len(view) - at - 1}")
+            return view[at + 1 : at + 1 + size], view[at + 1 + size :]
+    raise Corrupted("a length that does not end")

@@ -1,0 +1,90 @@
+"""The part of a pull that comes from one source rank: which messages are missing, and what may be written where."""
+
+import numpy as np
+
+from cp_layout.packing import Packing
+from cp_layout.reshard import Link, Runs
+from kv_transfer.framing import Buffer, Corrupted, Frame, Header
+from kv_transfer.generations import Generations
+from kv_transfer.pull import Pull, Report
+from kv_transfer.store import Int64s, Store
+
+
+class TargetReused(Exception):
+    """A block that the pull writes to has another owner by now."""
+
+
+class Incoming:
+    """Takes the messages of one link, in any order, any number of times, and writes each once. `begin` comes first."""
+
+    def __init__(
+        self,
+        pull: Pull,
+        link: Link,
+        runs: Runs,
+        store: Store,
+        generations: Generations,
+        message_bytes: int,
+        report: Report,
+    ) -> None:
+        geometry = store.geometry
+        row_bytes = link.num_heads * geometry.head_bytes
+        self.packing = Packing(geometry.planes, runs.tokens, row_bytes, message_bytes)
+        self.missing = set(range(self.packing.num_messages))
+        self._attempt = self._generation = 0
+        self._pull = pull
+        self._link = link
+        self._store = store
+        self._generations = generations
+        self._report = report
+        self._slots: Int64s = runs.dst_slots(np.asarray(pull.blocks, np.int64), geometry.block_size)
+        self._blocks = np.unique(self._slots // geometry.block_size).tolist()
+
+    def begin(self, attempt: int, generation: int) -> None:
+        """From now on messages of this attempt count, and those of the source's blocks of this generation."""
+        self._attempt, self._generation = attempt, generation
+
+    def size(self, message: int) -> int:
+        """Payload bytes of a message."""
+        return len(self.packing.rows(message)) * self.packing.row_bytes
+
+    def take(self, frame: Frame, payload: Buffer, *, shared: bool) -> None:
+        """Writes the payload where it belongs, if it is what was asked for and not there yet.
+
+        `Corrupted` when it is damaged: nothing of it is believed, not even its index. `TargetReused` when this rank's own
+        blocks are no longer the pull's. What is intact but of another identity, or already written, is dropped and counted.
+        """
+        frame.check(payload)
+        header, report = frame.header, self._report
+        if not self._is_current(header):
+            report.stale += 1
+            return
+        if header.message not in range(self.packing.num_messages):
+            raise Corrupted(f"message {header.message} is not one of {self.packing.num_messages}")
+        rows = self.packing.rows(header.message)
+        if (header.first_row, header.num_rows) != (rows.start, len(rows)):
+            raise Corrupted(f"message {header.message} has rows from {header.first_row}, not from {rows.start}")
+        if len(payload) != len(rows) * self.packing.row_bytes:
+            raise Corrupted(f"message {header.message} has {len(payload)} bytes for {len(rows)} rows")
+        if header.message not in self.missing:
+            report.duplicates += 1
+            return
+        self._write(header.message, payload)
+        self.missing.discard(header.message)
+        report.messages += 1
+        report.payload_bytes += len(payload)
+        report.shared_bytes += len(payload) if shared else 0
+
+    def _is_current(self, header: Header) -> bool:
+        pull = self._pull
+        identity = header.session, header.attempt, header.epoch, header.generation
+        return identity == (pull.session, self._attempt, pull.epoch, self._generation)
+
+    def _write(self, message: int, payload: Buffer) -> None:
+        # Between this look and the end of the write nothing else runs on the thread, and owners change only once no pull of
+        # theirs is running; the look catches a caller that breaks that rule.
+        if not self._generations.untouched(self._blocks, self._pull.generation):
+            raise TargetReused
+        places = self.packing.places(message, self._slots, self._store.geometry.slots)
+        rows = np.frombuffer(payload, np.uint8).reshape(len(places), -1)
+        self._store.write(places, self._link.dst_head, self._link.num_heads, rows)

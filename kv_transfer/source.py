@@ -1,0 +1,171 @@
+"""What a rank does for those who read its KV: says what it has, packs messages, keeps leases. Knows nothing of gRPC calls."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from cp_layout.errors import LayoutError
+from cp_layout.packing import Packing
+from cp_layout.reshard import Link, reshard
+from cp_wire.errors import ConfigRefused, InvalidRequest, Stale
+from cp_wire.pb import kv_transfer_pb2 as pb
+from kv_transfer import framing
+from kv_transfer.facts import Place, require_equal, side_of
+from kv_transfer.leases import Lease, LeaseTable
+from kv_transfer.shared_memory import SharedSlots, open_offer
+from kv_transfer.store import Bytes, Int64s, Store
+
+MAX_STREAMED_BYTES = 2 << 20
+"""Larger messages are slower in a stream."""
+MAX_SHARED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """What one target rank reads here of one token range: heads, and the slots of its tokens in the order of their runs."""
+
+    link: Link
+    slots: Int64s
+
+
+class Fetch:
+    """One accepted `Fetch` call: `frame` packs its messages, one at a time."""
+
+    def __init__(
+        self, source: "Source", request: pb.FetchRequest, outgoing: Outgoing, packing: Packing, shared: SharedSlots | None
+    ) -> None:
+        self.messages: Sequence[int] = list(request.messages)
+        self._source = source
+        self._request = request
+        self._outgoing = outgoing
+        self._packing = packing
+        self._shared = shared
+        self._scratch = np.empty(0 if shared else packing.rows_per_message * packing.row_bytes, np.uint8)
+
+    def frame(self, position: int) -> bytes:
+        """Packs the message at this position of `messages`.
+
+        The identity of the blocks is checked before they are read and again afterwards, so bytes of another owner are never
+        sent: `LeaseEnded` or `Stale` instead.
+        """
+        message = self.messages[position]
+        rows = self._packing.rows(message)
+        size = len(rows) * self._packing.row_bytes
+        link, store = self._outgoing.link, self._source.store
+        lease = self._source.lease_for(self._request)
+        places = self._packing.places(message, self._outgoing.slots, store.geometry.slots)
+        payload = self._scratch.data[:size] if self._shared is None else self._shared.slot(position, size)
+        out: Bytes = np.frombuffer(payload, np.uint8).reshape(len(rows), -1)
+        store.read(places, link.src_head, link.num_heads, out)
+        self._source.lease_for(self._request)
+        header = framing.Header(
+            session=lease.session,
+            attempt=self._request.attempt,
+            epoch=lease.epoch,
+            generation=self._request.generation,
+            message=message,
+            first_row=rows.start,
+            num_rows=len(rows),
+        )
+        return framing.encode(header, payload, detached=self._shared is not None)
+
+
+class Source:
+    """The readable end of one rank. All methods belong to one thread; `store` may be written by another meanwhile."""
+
+    def __init__(self, place: Place, facts: pb.KvFacts, store: Store, leases: LeaseTable) -> None:
+        self.place = place
+        self.facts = facts
+        self.store = store
+        self.leases = leases
+
+    def describe(self, request: pb.DescribeRequest) -> pb.DescribeResponse:
+        """The handshake; `ConfigRefused` names the field that differs."""
+        require_equal(self.facts, request.facts)
+        lease = self._lease(request.session, request.epoch, self.place.instance)
+        return pb.DescribeResponse(
+            facts=self.facts,
+            tokens=lease.tokens,
+            shard_offset=lease.shard_offset,
+            generation=lease.generation,
+            lease_ms=self._lease_ms,
+        )
+
+    def renew(self, request: pb.RenewRequest) -> pb.RenewResponse:
+        """A whole lease from now."""
+        self._lease(request.session, request.epoch, request.instance)
+        lease = self.leases.renew(request.session)
+        return pb.RenewResponse(lease_ms=self._lease_ms, tokens=lease.tokens, generation=lease.generation)
+
+    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        """The target rank has all it needs, or has given up; one of a former life of this process releases nothing."""
+        if request.instance == self.place.instance:
+            self.leases.release(request.session, request.target_rank)
+        return pb.ReleaseResponse()
+
+    def open(self, request: pb.FetchRequest) -> Fetch:
+        """Accepts a fetch, or refuses it with what is wrong; nothing is read yet."""
+        lease = self.lease_for(request)
+        if request.attempt < lease.attempts.get(request.target_rank, 1):
+            raise Stale(f"attempt {request.attempt} of transfer {request.session} was replaced by a newer one")
+        limit = MAX_SHARED_BYTES if request.HasField("shared") else MAX_STREAMED_BYTES
+        if not 1 <= request.message_bytes <= limit:
+            raise InvalidRequest("message_bytes", request.message_bytes, f"between 1 and {limit}")
+        if not request.start < request.end <= lease.tokens:
+            raise InvalidRequest("end", request.end, f"tokens [{request.start}, end) of the {lease.tokens} that can be read")
+        outgoing = self._outgoing(lease, request)
+        row_bytes = outgoing.link.num_heads * self.store.geometry.head_bytes
+        packing = Packing(self.store.geometry.planes, len(outgoing.slots), row_bytes, request.message_bytes)
+        for message in request.messages:
+            if message >= packing.num_messages:
+                raise InvalidRequest("messages", message, f"there are {packing.num_messages}")
+        lease.attempts[request.target_rank] = request.attempt
+        shared = None
+        if request.HasField("shared"):
+            slot_bytes = packing.rows_per_message * row_bytes
+            shared = open_offer(request.shared, slot_bytes, len(request.messages))
+        return Fetch(self, request, outgoing, packing, shared)
+
+    def lease_for(self, request: pb.FetchRequest) -> Lease:
+        """The lease the request speaks of, if everything it says of it still holds."""
+        lease = self._lease(request.session, request.epoch, request.instance)
+        if request.target_rank not in lease.readers:
+            raise Stale(f"rank {request.target_rank} has released transfer {request.session}, or was never to read it")
+        if not request.generation <= lease.generation:
+            raise Stale(f"transfer {request.session} is of generation {lease.generation}, not {request.generation}")
+        if lease.attempts.get(request.target_rank, 0) > request.attempt:
+            raise Stale(f"attempt {request.attempt} of transfer {request.session} was replaced by a newer one")
+        return lease
+
+    @property
+    def _lease_ms(self) -> int:
+        return int(self.leases.ttl_s * 1000)
+
+    def _lease(self, session: int, epoch: int, instance: str) -> Lease:
+        if instance != self.place.instance:
+            raise Stale(f"this is instance {self.place.instance}, the call is for {instance or 'none'}")
+        lease = self.leases.get(session)
+        if lease.epoch != epoch:
+            raise Stale(f"transfer {session} is of epoch {lease.epoch}, the call of {epoch}")
+        return lease
+
+    def _outgoing(self, lease: Lease, request: pb.FetchRequest) -> Outgoing:
+        key = (request.target.SerializeToString(deterministic=True), request.target_rank, request.start, request.end)
+        if key not in lease.plans:
+            lease.plans[key] = self._plan(lease, request)
+        found: Outgoing = lease.plans[key]
+        return found
+
+    def _plan(self, lease: Lease, request: pb.FetchRequest) -> Outgoing:
+        side = self.place.side
+        own = type(side)(side.grid, side.layout, side.kv_heads, lease.shard_offset)
+        try:
+            plan = reshard(own, side_of(request.target, side.kv_heads), request.start, request.end)
+            links = [link for link in plan.links if (link.src, link.dst) == (self.place.rank, request.target_rank)]
+            if not links:
+                raise ConfigRefused(f"rank {self.place.rank} has nothing for rank {request.target_rank} of this target")
+            slots = plan.runs_of(links[0]).src_slots(np.array(lease.blocks, np.int64), own.layout.block_size)
+        except LayoutError as refusal:
+            raise ConfigRefused(f"transfer {request.session}: {refusal}") from refusal
+        return Outgoing(links[0], slots)

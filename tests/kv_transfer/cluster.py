@@ -1,0 +1,182 @@
+"""Two sides of a transfer in one process: real servers and pullers over numpy pools whose values say what they are."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cp_layout.grid import Grid
+from cp_layout.interleave import Layout
+from cp_layout.reshard import Side, reshard
+from cp_wire.pb import kv_transfer_pb2 as pb
+from cp_wire.serve import Server
+from kv_transfer.facts import Place, facts_of
+from kv_transfer.generations import Generations
+from kv_transfer.leases import LeaseTable
+from kv_transfer.pull import Limits, Peer, Pull, Report
+from kv_transfer.puller import Puller
+from kv_transfer.service import SERVICE, KvTransferServicer, add_to_server
+from kv_transfer.source import Source
+from kv_transfer.store import ArrayStore
+
+PLANES = 4
+HEAD_BYTES = 8
+UNTOUCHED = -1
+SESSION, EPOCH = 77, 3
+DEADLINE_S = 30.0
+TEST_LIMITS = Limits(message_bytes=256, shared_messages=0, idle_s=5, call_s=5, deadline_s=20)
+
+
+class Clock:
+    """Time that only tests move."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def values(plane: int, heads: range, tokens: np.ndarray) -> np.ndarray:
+    """[tokens, heads] the number that belongs to each."""
+    return plane * 10**12 + np.array(heads) * 10**9 + tokens[:, None]
+
+
+@dataclass
+class Rank:
+    """A rank's pool and the block table of the one request, with room around it."""
+
+    place: Place
+    blocks: list[int]
+    pool: np.ndarray
+    store: ArrayStore
+    generations: Generations
+    facts: pb.KvFacts
+
+    @classmethod
+    def make(cls, side: Side, rank: int, length: int, *, name: str, host: str = "", seed: int = 0) -> "Rank":
+        layout = side.layout
+        columns = layout.blocks_needed(side.shard_of(rank), length)
+        ids = np.random.default_rng((seed, rank)).permutation(columns + 3)[:columns]
+        shape = (PLANES, columns + 3, layout.block_size, len(side.heads_of(rank)))
+        pool = np.full(shape, UNTOUCHED, np.int64)
+        store = ArrayStore(pool.view(np.uint8).reshape(*shape, HEAD_BYTES))
+        # What a rank says of itself names no request, so its shard offset is 0.
+        place = Place(Side(side.grid, layout, side.kv_heads), rank, f"{name}-{rank}", host)
+        facts = facts_of(place, store.geometry, "model", "int64")
+        generations = Generations(columns + 3)
+        generations.stamp(ids.tolist())
+        return cls(place, ids.tolist(), pool, store, generations, facts)
+
+    def wanted(self, side: Side, start: int, end: int) -> np.ndarray:
+        """The pool as it should be with tokens [start, end) and nothing else."""
+        pool = np.full(self.pool.shape, UNTOUCHED, np.int64)
+        tokens = np.arange(start, end)
+        slots = side.layout.slots(side.shard_of(self.place.rank), np.array(self.blocks, np.int64), tokens)
+        for plane in range(PLANES):
+            flat = pool[plane].reshape(-1, pool.shape[-1])
+            mine = slots >= 0
+            flat[slots[mine]] = values(plane, side.heads_of(self.place.rank), tokens)[mine]
+        return pool
+
+
+@dataclass
+class Sides:
+    """Everything a test may want to look at or to break."""
+
+    source: Side
+    target: Side
+    length: int
+    clock: Clock
+    sources: list[Rank]
+    leases: list[LeaseTable]
+    servers: list[Server]
+    servicers: list[KvTransferServicer]
+    peers: Mapping[int, Peer]
+    targets: list[Rank]
+    pullers: list[Puller]
+    reports: list[Report] = field(default_factory=list)
+
+    def pull_of(self, rank: int, start: int = 0, end: int | None = None) -> Pull:
+        target = self.targets[rank]
+        return Pull(
+            session=SESSION,
+            epoch=EPOCH,
+            source=self.source,
+            target=self.target,
+            start=start,
+            end=self.length if end is None else end,
+            blocks=target.blocks,
+            generation=target.generations.now(),
+            peers=self.peers,
+        )
+
+    async def move(self, start: int = 0, end: int | None = None) -> list[Report]:
+        """Every target rank pulls the range."""
+        async with asyncio.timeout(DEADLINE_S):
+            pulls = (puller.pull(self.pull_of(rank, start, end)) for rank, puller in enumerate(self.pullers))
+            return list(await asyncio.gather(*pulls))
+
+    async def release(self) -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await asyncio.gather(*(puller.release(self.pull_of(rank)) for rank, puller in enumerate(self.pullers)))
+
+    def check(self, start: int = 0, end: int | None = None) -> None:
+        """Every target pool holds the range and nothing else."""
+        for target in self.targets:
+            wanted = target.wanted(self.target, start, self.length if end is None else end)
+            np.testing.assert_array_equal(target.pool, wanted)
+
+    def check_untouched(self) -> None:
+        assert all((target.pool == UNTOUCHED).all() for target in self.targets)
+
+
+@asynccontextmanager
+async def sides(
+    source: Side,
+    target: Side,
+    length: int,
+    *,
+    limits: Limits = TEST_LIMITS,
+    servicer: Callable[[Source], KvTransferServicer] = KvTransferServicer,
+    ttl_s: float = 60.0,
+    host: str = "",
+    tokens: int | None = None,
+) -> AsyncIterator[Sides]:
+    """Both sides with a granted session of `length` tokens of which `tokens` (all) can be read; stopped afterwards."""
+    clock = Clock()
+    links = reshard(source, target, 0, length).links
+    made = Sides(source, target, length, clock, [], [], [], [], {}, [], [])
+    peers = {}
+    try:
+        for rank in range(source.grid.world_size):
+            own = Rank.make(source, rank, length, name="source", host=host, seed=1)
+            own.pool[:] = own.wanted(source, 0, length)
+            leases = LeaseTable(own.generations, clock, ttl_s)
+            readers = {link.dst for link in links if link.src == rank}
+            leases.grant(SESSION, EPOCH, source.shard_offset, own.blocks, length if tokens is None else tokens, readers)
+            made.sources.append(own)
+            made.leases.append(leases)
+            made.servicers.append(servicer(Source(own.place, own.facts, own.store, leases)))
+            server = Server("127.0.0.1", 0, "data")
+            server.add(add_to_server, made.servicers[-1], SERVICE)
+            peers[rank] = Peer(await server.start(), own.place.instance)
+            made.servers.append(server)
+        made.peers = peers
+        for rank in range(target.grid.world_size):
+            made.targets.append(Rank.make(target, rank, length, name="target", host=host, seed=2))
+            own = made.targets[-1]
+            made.pullers.append(Puller(own.place, own.facts, own.store, own.generations, limits))
+        yield made
+    finally:
+        for puller in made.pullers:
+            await puller.close()
+        for server in made.servers:
+            await server.stop(0)
+
+
+def side(n: int, interleave: int, block_size: int, *, tp: int = 1, kv_heads: int | None = 1, offset: int = 0) -> Side:
+    """N shards across replicas, with d = 1."""
+    return Side(Grid(tp=tp, pcp=n, dcp=n), Layout(n, interleave, block_size), kv_heads, offset)

@@ -1,0 +1,108 @@
+"""Real servers, every token of every head and layer: it arrives once, and nothing else is written."""
+
+import itertools
+
+import pytest
+
+from cp_layout.grid import Grid
+from cp_layout.interleave import Layout
+from cp_layout.reshard import Side
+from kv_transfer.pull import Limits
+from tests.kv_transfer.cluster import HEAD_BYTES, PLANES, SESSION, Sides, side, sides
+
+PAIRS = [
+    (side(4, 1, 16), side(1, 16, 16)),
+    (side(1, 4, 4), side(2, 2, 16)),
+    (side(2, 4, 4, offset=1), side(4, 1, 4, offset=3)),
+    (side(2, 16, 16), side(2, 16, 16, offset=1)),
+    (side(2, 2, 4, tp=2, kv_heads=4), side(1, 4, 4, tp=4, kv_heads=4)),
+    (Side(Grid(tp=4, dcp=2), Layout(2, 1, 4), 2), side(1, 16, 16, kv_heads=2)),
+    (side(1, 4, 4, tp=3, kv_heads=3), side(2, 4, 4, kv_heads=3)),
+    (Side(Grid(tp=4), Layout(1, 4, 4), 1), side(4, 4, 4)),
+    (Side(Grid(tp=2, dcp=2), Layout(2, 1, 4), None), Side(Grid(tp=4, dcp=4), Layout(4, 4, 4), None)),
+    (Side(Grid(tp=2, pcp=2), Layout(1, 4, 4), 2), side(2, 1, 4, tp=1, kv_heads=2)),
+]
+LENGTHS = [1, 31, 32, 33]
+
+
+def payload(both: Sides, start: int, end: int) -> int:
+    return (end - start) * PLANES * both.target.heads * HEAD_BYTES * both.target.copies
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0]} → {pair[1]}")
+async def test_h12_h13_tokens_arrive_once_and_sources_are_freed_once(pair: tuple[Side, Side], length: int) -> None:
+    async with sides(*pair, length) as both:
+        reports = await both.move()
+        both.check()
+        assert sum(report.payload_bytes for report in reports) == payload(both, 0, length)
+        assert not any(report.duplicates + report.corrupted + report.stale + report.retries for report in reports)
+        await both.release()
+        await both.release()
+        for leases, rank in zip(both.leases, both.sources, strict=True):
+            (ended,) = leases.take_ended()
+            assert (ended.session, ended.how, list(ended.blocks)) == (SESSION, "released", rank.blocks)
+            assert leases.take_ended() == [] and leases.active == 0
+
+
+async def test_ranges_follow_one_another_while_the_prefill_goes_on() -> None:
+    async with sides(side(2, 1, 4), side(1, 16, 16), 50, tokens=20) as both:
+        await both.move(0, 20)
+        both.check(0, 20)
+        for leases in both.leases:
+            leases.extend(SESSION, [], 50)
+        (report,) = await both.move(20, 50)
+        both.check(0, 50)
+        assert report.payload_bytes == payload(both, 20, 50)
+
+
+async def test_f12_tokens_that_the_target_has_are_not_sent() -> None:
+    async with sides(side(1, 4, 4), side(2, 4, 4), 30) as both:
+        reports = await both.move(8, 30)
+        both.check(8, 30)
+        assert sum(report.payload_bytes for report in reports) == payload(both, 8, 30)
+
+
+async def test_an_empty_range_asks_nobody() -> None:
+    async with sides(side(2, 4, 4), side(1, 4, 4), 9) as both:
+        for server in both.servers:
+            await server.stop(0)
+        (report,) = await both.move(9, 9)
+        assert report.messages == 0
+
+
+async def test_messages_are_as_many_as_their_bytes_need_whatever_the_runs() -> None:
+    for interleave in (1, 16):
+        async with sides(side(4, interleave, 16), side(1, 16, 16), 128) as both:
+            (report,) = await both.move()
+            # 32 tokens of 4 planes of 8 bytes from each source, 256 bytes a message.
+            assert report.messages == 4 * 4
+
+
+async def test_few_bytes_in_flight_are_enough() -> None:
+    limits = Limits(message_bytes=64, shared_messages=0, bytes_in_flight=1)
+    async with sides(side(4, 1, 4), side(1, 4, 4), 33, limits=limits) as both:
+        await both.move()
+        both.check()
+
+
+@pytest.mark.parametrize("messages", [1, 2, 64])
+async def test_ends_on_one_host_share_memory(messages: int) -> None:
+    limits = Limits(shared_message_bytes=256, shared_messages=messages)
+    for pair, length in itertools.product((PAIRS[0], PAIRS[4], PAIRS[8]), (1, 33)):
+        async with sides(*pair, length, limits=limits, host="here") as both:
+            reports = await both.move()
+            both.check()
+            assert sum(report.shared_bytes for report in reports) == payload(both, 0, length)
+            assert not any(report.corrupted + report.retries for report in reports)
+
+
+async def test_memory_that_cannot_be_shared_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("no such memory")
+
+    monkeypatch.setattr("kv_transfer.link_pull.Offer", refuse)
+    async with sides(side(1, 4, 4), side(1, 4, 4), 9, limits=Limits(), host="here") as both:
+        (report,) = await both.move()
+        both.check()
+        assert (report.shared_bytes, report.retries) == (0, 1)
