@@ -4,8 +4,9 @@ protobuf would copy a payload into the message, and again into the frame, and th
 joined once, straight from the rows; the receiver parses the header and looks at the payload where it is.
 """
 
+import dataclasses
 import struct
-from dataclasses import dataclass
+from dataclasses import asdict, astuple, dataclass
 
 import google_crc32c
 import numpy as np
@@ -20,7 +21,7 @@ Buffer = bytes | memoryview
 
 _HEADER_TAG = 0x0A
 _PAYLOAD_TAG = 0x12
-_CHECKED = struct.Struct("<7Q")
+_CHECKED = struct.Struct("<11Q")
 
 
 class Corrupted(ValueError):
@@ -28,22 +29,32 @@ class Corrupted(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
-    """Who sent what: the session and the identity its blocks had, and which rows these are (`cp_layout.packing`)."""
+class Stream:
+    """What all messages of one fetch have in common: the identity of the blocks, both ranks and the tokens. A message under
+    any other is of another time or for somebody else."""
 
     session: int
     attempt: int
     epoch: int
     generation: int
+    source_rank: int
+    target_rank: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What a message says of itself; every field is on the wire and under the checksum."""
+
+    stream: "Stream"
     message: int
     first_row: int
     num_rows: int
 
     def crc(self, payload: Buffer) -> int:
         """CRC32C over the header's fields and the payload."""
-        fields = _CHECKED.pack(
-            self.session, self.attempt, self.epoch, self.generation, self.message, self.first_row, self.num_rows
-        )
+        fields = _CHECKED.pack(*astuple(self.stream), self.message, self.first_row, self.num_rows)
         # The library takes no memoryview, but an array around the same memory.
         data = payload if isinstance(payload, bytes) else np.asarray(payload)
         return int(google_crc32c.extend(google_crc32c.value(fields), data))
@@ -66,10 +77,7 @@ class Frame:
 def encode(header: Header, payload: Buffer, *, detached: bool = False) -> bytes:
     """The frame; `detached` leaves the payload out, which then travels on another way."""
     fields = pb.FetchHeader(
-        session=header.session,
-        attempt=header.attempt,
-        epoch=header.epoch,
-        generation=header.generation,
+        **asdict(header.stream),
         message=header.message,
         first_row=header.first_row,
         num_rows=header.num_rows,
@@ -94,8 +102,8 @@ def decode(frame: bytes) -> Frame:
         header = pb.FetchHeader.FromString(bytes(fields))
     except DecodeError as error:
         raise Corrupted("the header is none") from error
-    identity = header.session, header.attempt, header.epoch, header.generation
-    return Frame(Header(*identity, header.message, header.first_row, header.num_rows), header.crc32c, payload)
+    stream = Stream(*(getattr(header, field.name) for field in dataclasses.fields(Stream)))
+    return Frame(Header(stream, header.message, header.first_row, header.num_rows), header.crc32c, payload)
 
 
 def _length(tag: int, size: int) -> bytes:

@@ -4,7 +4,7 @@ import numpy as np
 
 from cp_layout.packing import Packing
 from cp_layout.reshard import Link, Runs
-from kv_transfer.framing import Buffer, Corrupted, Frame, Header
+from kv_transfer.framing import Buffer, Corrupted, Frame, Stream
 from kv_transfer.generations import Generations
 from kv_transfer.pull import Pull, Report
 from kv_transfer.store import Int64s, Store
@@ -31,7 +31,7 @@ class Incoming:
         row_bytes = link.num_heads * geometry.head_bytes
         self.packing = Packing(geometry.planes, runs.tokens, row_bytes, message_bytes)
         self.missing = set(range(self.packing.num_messages))
-        self._attempt = self._generation = 0
+        self._stream: Stream | None = None
         self._pull = pull
         self._link = link
         self._store = store
@@ -42,7 +42,8 @@ class Incoming:
 
     def begin(self, attempt: int, generation: int) -> None:
         """From now on messages of this attempt count, and those of the source's blocks of this generation."""
-        self._attempt, self._generation = attempt, generation
+        pull, link = self._pull, self._link
+        self._stream = Stream(pull.session, attempt, pull.epoch, generation, link.src, link.dst, pull.start, pull.end)
 
     def size(self, message: int) -> int:
         """Payload bytes of a message."""
@@ -56,7 +57,7 @@ class Incoming:
         """
         frame.check(payload)
         header, report = frame.header, self._report
-        if not self._is_current(header):
+        if header.stream != self._stream:
             report.stale += 1
             return
         if header.message not in range(self.packing.num_messages):
@@ -74,11 +75,6 @@ class Incoming:
         report.messages += 1
         report.payload_bytes += len(payload)
         report.shared_bytes += len(payload) if shared else 0
-
-    def _is_current(self, header: Header) -> bool:
-        pull = self._pull
-        identity = header.session, header.attempt, header.epoch, header.generation
-        return identity == (pull.session, self._attempt, pull.epoch, self._generation)
 
     def _write(self, message: int, payload: Buffer) -> None:
         # Between this look and the end of the write nothing else runs on the thread, and owners change only once no pull of

@@ -36,8 +36,8 @@ class Lease:
     """The rank's block table of the request."""
     tokens: int
     """Tokens [0, tokens) of the request, over all shards, can be read."""
-    attempts: dict[int, int] = field(default_factory=dict)
-    """Newest attempt of each reader."""
+    attempts: dict[Hashable, int] = field(default_factory=dict)
+    """Newest attempt of each reader at each range."""
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """What its readers asked for, worked out; goes with the lease."""
 

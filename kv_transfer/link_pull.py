@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import grpc
@@ -37,6 +38,8 @@ class Target:
     generations: Generations
     limits: Limits
     budget: Budget
+    attempts: Iterator[int]
+    """Numbers for all attempts of the rank, ascending: what an older one left on its way is told from the newer one's."""
 
 
 class LinkPull:
@@ -63,7 +66,7 @@ class LinkPull:
             attempt += 1
             self._report.retries += attempt > 1
             try:
-                await self._attempt(attempt)
+                await self._attempt(next(self._target.attempts))
                 return
             except errors.KvloomError as error:
                 failure: tuple[str, str] = error.reason, error.message

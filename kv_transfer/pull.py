@@ -68,7 +68,7 @@ class Report:
     corrupted: int = 0
     """Checksum, length or index wrong: dropped, and fetched again."""
     stale: int = 0
-    """Intact, but of another attempt, epoch or generation: dropped."""
+    """Intact, but of another attempt, epoch, generation, range or rank: dropped."""
     retries: int = 0
     """Further attempts at one source."""
 

@@ -1,6 +1,7 @@
 """The end that reads: takes a range of tokens from all its source ranks at once and writes it into this rank's blocks."""
 
 import asyncio
+from itertools import count
 
 import grpc
 import grpc.aio
@@ -31,7 +32,7 @@ class Puller:
     ) -> None:
         limits = limits or Limits()
         self._place = place
-        self._target = Target(facts, store, generations, limits, Budget(limits.bytes_in_flight))
+        self._target = Target(facts, store, generations, limits, Budget(limits.bytes_in_flight), count(1))
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def pull(self, pull: Pull) -> Report:

@@ -42,13 +42,18 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         """Packs one message at a time, each when the one before has gone out."""
         try:
-            fetch = self._source.open(request)
-            for position in range(len(fetch.messages)):
-                await self.send(fetch.frame(position), context)
+            await self._send_all(request, context)
         except TimeoutError:
+            # The status waits behind the messages that nobody takes, until the reader moves or its connection is given up;
+            # nothing of the pool or of shared memory is held meanwhile.
             await errors.abort(context, errors.DeadlineExceeded(f"no message was taken for {self._write_s} s"))
         except Exception as error:
             await _abort(error, request, context)
+
+    async def _send_all(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
+        fetch = self._source.open(request)
+        for position in range(len(fetch.messages)):
+            await self.send(fetch.frame(position), context)
 
     async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
         """Writes one frame; TimeoutError when the reader does not take it."""

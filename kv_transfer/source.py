@@ -39,6 +39,16 @@ class Fetch:
         self._source = source
         self._request = request
         self._outgoing = outgoing
+        self._stream = framing.Stream(
+            session=request.session,
+            attempt=request.attempt,
+            epoch=request.epoch,
+            generation=request.generation,
+            source_rank=outgoing.link.src,
+            target_rank=outgoing.link.dst,
+            start=request.start,
+            end=request.end,
+        )
         self._packing = packing
         self._shared = shared
         self._scratch = np.empty(0 if shared else packing.rows_per_message * packing.row_bytes, np.uint8)
@@ -53,22 +63,19 @@ class Fetch:
         rows = self._packing.rows(message)
         size = len(rows) * self._packing.row_bytes
         link, store = self._outgoing.link, self._source.store
-        lease = self._source.lease_for(self._request)
+        self._source.lease_for(self._request)
         places = self._packing.places(message, self._outgoing.slots, store.geometry.slots)
         payload = self._scratch.data[:size] if self._shared is None else self._shared.slot(position, size)
         out: Bytes = np.frombuffer(payload, np.uint8).reshape(len(rows), -1)
         store.read(places, link.src_head, link.num_heads, out)
         self._source.lease_for(self._request)
-        header = framing.Header(
-            session=lease.session,
-            attempt=self._request.attempt,
-            epoch=lease.epoch,
-            generation=self._request.generation,
-            message=message,
-            first_row=rows.start,
-            num_rows=len(rows),
-        )
+        header = framing.Header(self._stream, message, rows.start, len(rows))
         return framing.encode(header, payload, detached=self._shared is not None)
+
+
+def _range_of(request: pb.FetchRequest) -> tuple[int, int, int]:
+    """What replaces one another: attempts of one reader at one range."""
+    return request.target_rank, request.start, request.end
 
 
 class Source:
@@ -107,8 +114,6 @@ class Source:
     def open(self, request: pb.FetchRequest) -> Fetch:
         """Accepts a fetch, or refuses it with what is wrong; nothing is read yet."""
         lease = self.lease_for(request)
-        if request.attempt < lease.attempts.get(request.target_rank, 1):
-            raise Stale(f"attempt {request.attempt} of transfer {request.session} was replaced by a newer one")
         limit = MAX_SHARED_BYTES if request.HasField("shared") else MAX_STREAMED_BYTES
         if not 1 <= request.message_bytes <= limit:
             raise InvalidRequest("message_bytes", request.message_bytes, f"between 1 and {limit}")
@@ -120,7 +125,7 @@ class Source:
         for message in request.messages:
             if message >= packing.num_messages:
                 raise InvalidRequest("messages", message, f"there are {packing.num_messages}")
-        lease.attempts[request.target_rank] = request.attempt
+        lease.attempts[_range_of(request)] = request.attempt
         shared = None
         if request.HasField("shared"):
             slot_bytes = packing.rows_per_message * row_bytes
@@ -134,7 +139,7 @@ class Source:
             raise Stale(f"rank {request.target_rank} has released transfer {request.session}, or was never to read it")
         if not request.generation <= lease.generation:
             raise Stale(f"transfer {request.session} is of generation {lease.generation}, not {request.generation}")
-        if lease.attempts.get(request.target_rank, 0) > request.attempt:
+        if lease.attempts.get(_range_of(request), 0) > request.attempt:
             raise Stale(f"attempt {request.attempt} of transfer {request.session} was replaced by a newer one")
         return lease
 

@@ -178,7 +178,7 @@ class FetchRequest(google.protobuf.message.Message):
     SHARED_FIELD_NUMBER: builtins.int
     session: builtins.int
     attempt: builtins.int
-    """1, 2, … per asking rank; a source refuses attempts older than the newest it has seen."""
+    """Grows with every attempt of the asking rank; a source refuses attempts at a range older than the newest it has seen."""
     epoch: builtins.int
     instance: builtins.str
     generation: builtins.int
@@ -276,6 +276,10 @@ class FetchHeader(google.protobuf.message.Message):
     MESSAGE_FIELD_NUMBER: builtins.int
     FIRST_ROW_FIELD_NUMBER: builtins.int
     NUM_ROWS_FIELD_NUMBER: builtins.int
+    SOURCE_RANK_FIELD_NUMBER: builtins.int
+    TARGET_RANK_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     CRC32C_FIELD_NUMBER: builtins.int
     session: builtins.int
     attempt: builtins.int
@@ -287,8 +291,13 @@ class FetchHeader(google.protobuf.message.Message):
     rows says which layers and which runs the payload holds.
     """
     num_rows: builtins.int
+    source_rank: builtins.int
+    """Whose runs these are, and of which tokens."""
+    target_rank: builtins.int
+    start: builtins.int
+    end: builtins.int
     crc32c: builtins.int
-    """Over the fields above and the payload."""
+    """Over all other fields and the payload."""
     def __init__(
         self,
         *,
@@ -299,9 +308,13 @@ class FetchHeader(google.protobuf.message.Message):
         message: builtins.int = ...,
         first_row: builtins.int = ...,
         num_rows: builtins.int = ...,
+        source_rank: builtins.int = ...,
+        target_rank: builtins.int = ...,
+        start: builtins.int = ...,
+        end: builtins.int = ...,
         crc32c: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "crc32c", b"crc32c", "epoch", b"epoch", "first_row", b"first_row", "generation", b"generation", "message", b"message", "num_rows", b"num_rows", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "crc32c", b"crc32c", "end", b"end", "epoch", b"epoch", "first_row", b"first_row", "generation", b"generation", "message", b"message", "num_rows", b"num_rows", "session", b"session", "source_rank", b"source_rank", "start", b"start", "target_rank", b"target_rank"]) -> None: ...
 
 global___FetchHeader = FetchHeader
 

@@ -1,0 +1,210 @@
+"""Messages that are flipped, dropped, repeated, reordered, cut off or misnumbered: never a wrong byte, never a leak."""
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
+
+import grpc
+import numpy as np
+import pytest
+
+from kv_transfer import framing
+from kv_transfer.pull import Limits, TransferFailed
+from kv_transfer.service import KvTransferServicer
+from kv_transfer.source import Source
+from tests.kv_transfer.cluster import SESSION, Sides, side, sides
+
+FAULTS = 1000
+FAULTS_PER_RUN = 20
+
+
+def flip(frame: bytes, rng: random.Random) -> list[bytes]:
+    """One bit, anywhere: tags, lengths, header, checksum or payload."""
+    damaged = bytearray(frame)
+    damaged[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
+    return [bytes(damaged)]
+
+
+def drop(frame: bytes, rng: random.Random) -> list[bytes]:
+    return []
+
+
+def duplicate(frame: bytes, rng: random.Random) -> list[bytes]:
+    return [frame] * rng.randint(2, 4)
+
+
+def truncate(frame: bytes, rng: random.Random) -> list[bytes]:
+    return [frame[: rng.randrange(len(frame))]]
+
+
+def wrong_index(frame: bytes, rng: random.Random) -> list[bytes]:
+    """A well-formed frame under another message's number, its checksum that of the true one."""
+    whole = framing.pb.FetchResponse.FromString(frame)
+    whole.header.message = rng.choice([whole.header.message + 1, 0, 7, 2**32 - 1])
+    return [whole.SerializeToString()]
+
+
+def lying_index(frame: bytes, rng: random.Random) -> list[bytes]:
+    """The same with a checksum that fits: the rows give it away."""
+    taken = framing.decode(frame)
+    header = taken.header
+    lie = framing.Header(header.stream, header.message + 1, header.first_row, header.num_rows)
+    return [framing.encode(lie, bytes(taken.payload))]
+
+
+def stale(frame: bytes, rng: random.Random) -> list[bytes]:
+    """Intact, but of another session, attempt, epoch, generation, rank or range; the true one is lost."""
+    taken = framing.decode(frame)
+    stream = asdict(taken.header.stream)
+    stream[rng.choice(list(stream))] += 1
+    header = replace(taken.header, stream=framing.Stream(**stream))
+    return [framing.encode(header, bytes(taken.payload))]
+
+
+KINDS: list[Callable[[bytes, random.Random], list[bytes]]] = [
+    flip,
+    drop,
+    duplicate,
+    truncate,
+    wrong_index,
+    lying_index,
+    stale,
+]
+
+
+class Faulty(KvTransferServicer):
+    """Spoils messages until `budget` is used up, and keeps some back to send them later, out of order."""
+
+    def __init__(self, source: Source, rng: random.Random, budget: list[int], done: dict[str, int]) -> None:
+        super().__init__(source)
+        self._rng = rng
+        self._budget = budget
+        self._done = done
+        self._kept: list[bytes] = []
+
+    async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
+        out = [frame]
+        if self._budget[0] > 0 and self._rng.random() < 0.3:
+            self._budget[0] -= 1
+            kind = self._rng.choice([*KINDS, None])
+            self._done[kind.__name__ if kind else "reorder"] = self._done.get(kind.__name__ if kind else "reorder", 0) + 1
+            if kind is None:
+                self._kept.append(frame)
+                return
+            out = kind(frame, self._rng)
+        for each in out:
+            await super().send(each, context)
+        if self._kept and self._rng.random() < 0.5:
+            await super().send(self._kept.pop(), context)
+
+
+def check_no_leaks(both: Sides) -> None:
+    for leases in both.leases:
+        assert leases.active == 0
+        assert len(leases.take_ended()) == 1 and leases.take_ended() == []
+    assert all(puller._target.budget.held == 0 for puller in both.pullers)
+
+
+@pytest.mark.parametrize("seed", range(FAULTS // FAULTS_PER_RUN))
+async def test_a_thousand_faults_write_no_wrong_byte_and_leak_nothing(seed: int) -> None:
+    rng, budget, done = random.Random(seed), [FAULTS_PER_RUN], dict[str, int]()
+    limits = Limits(message_bytes=rng.choice([64, 256, 1000]), shared_messages=0, attempts=50)
+    pair = rng.choice([(side(2, 1, 4), side(1, 16, 16)), (side(1, 4, 4, kv_heads=2), side(2, 2, 4, kv_heads=2))])
+    async with sides(*pair, 200, limits=limits, servicer=lambda source: Faulty(source, rng, budget, done)) as both:
+        while budget[0]:
+            reports = await both.move()
+            both.check()
+            for target in both.targets:
+                target.pool[:] = -1
+        assert sum(done.values()) == FAULTS_PER_RUN
+        await both.release()
+        check_no_leaks(both)
+    assert all(report.corrupted + report.stale + report.duplicates <= 4 * FAULTS_PER_RUN for report in reports)
+
+
+@pytest.mark.parametrize(
+    ("fault", "counted"),
+    [
+        (flip, "corrupted"),
+        (truncate, "corrupted"),
+        (wrong_index, "corrupted"),
+        (lying_index, "corrupted"),
+        (stale, "stale"),
+        (duplicate, "duplicates"),
+        (drop, "retries"),
+    ],
+)
+async def test_every_kind_of_fault_is_counted_as_what_it_is(
+    fault: Callable[[bytes, random.Random], list[bytes]], counted: str
+) -> None:
+    class Once(KvTransferServicer):
+        left = 1
+
+        async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
+            self.left, spoil = 0, self.left
+            for each in fault(frame, random.Random(5)) if spoil else [frame]:
+                await super().send(each, context)
+
+    async with sides(side(1, 4, 4), side(1, 4, 4), 40, servicer=Once) as both:
+        (report,) = await both.move()
+        both.check()
+        assert getattr(report, counted) >= 1
+        assert report.retries == (fault is not duplicate)
+
+
+async def test_h20_faults_that_do_not_end_fail_the_pull_and_say_what_arrived() -> None:
+    class Never(KvTransferServicer):
+        async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
+            if framing.decode(frame).header.message == 1:
+                (frame,) = flip(frame, random.Random(3))
+            await super().send(frame, context)
+
+    async with sides(side(1, 4, 4), side(1, 4, 4), 40, servicer=Never) as both:
+        with pytest.raises(TransferFailed) as failed:
+            await both.move()
+    assert failed.value.reason == "CORRUPTED"
+    message = str(failed.value)
+    for words in ("transfer 77", "10 blocks", "source rank 0 at 127.0.0.1:", "attempt 3", "1 of 5 messages", "1024 bytes in 4"):
+        assert words in message
+    assert (failed.value.report.corrupted, failed.value.report.retries) == (3, 2)
+
+
+async def test_damage_in_shared_memory_is_found() -> None:
+    class Scribbler(KvTransferServicer):
+        left = 1
+
+        async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
+            if self.left:
+                self.left = 0
+                whole = framing.pb.FetchResponse.FromString(frame)
+                whole.header.crc32c ^= 1
+                frame = whole.SerializeToString()
+            await super().send(frame, context)
+
+    limits = Limits(shared_message_bytes=256, shared_messages=2)
+    async with sides(side(1, 4, 4), side(1, 4, 4), 40, servicer=Scribbler, limits=limits, host="here") as both:
+        (report,) = await both.move()
+        both.check()
+        assert (report.corrupted, report.retries, report.shared_bytes) == (1, 1, 40 * 4 * 8)
+
+
+def test_nothing_is_written_for_a_message_that_was_written_before() -> None:
+    """A repeated message must not touch a pool whose tokens decode may already have moved on from."""
+    from kv_transfer.incoming import Incoming
+    from kv_transfer.pull import Pull, Report
+    from tests.kv_transfer.cluster import Rank
+
+    own = side(1, 4, 4)
+    rank = Rank.make(own, 0, 8, name="target")
+    pull = Pull(SESSION, 3, own, own, 0, 8, rank.blocks, rank.generations.now(), {})
+    from cp_layout.reshard import reshard
+
+    plan, report = reshard(own, own, 0, 8), Report()
+    incoming = Incoming(pull, plan.links[0], plan.runs_of(plan.links[0]), rank.store, rank.generations, 1 << 20, report)
+    incoming.begin(1, 9)
+    payload = np.arange(8 * 4, dtype=np.int64).tobytes()
+    frame = framing.decode(framing.encode(framing.Header(framing.Stream(SESSION, 1, 3, 9, 0, 0, 0, 8), 0, 0, 32), payload))
+    incoming.take(frame, frame.payload, shared=False)
+    rank.pool[:] = 5
+    incoming.take(frame, frame.payload, shared=False)
+    assert (rank.pool == 5).all() and (report.messages, report.duplicates) == (1, 1)
