@@ -10,7 +10,7 @@ from coordinator.plan import NOTHING_CHOSEN, DecodeMode, Gather, Row
 from coordinator.request import Request
 from cp_layout.cost import COST_VERSION, CostModel, Rates, StepFacts, Work, seconds
 
-COMPUTABLE = frozenset({DecodeMode.REPLICATED})
+COMPUTABLE = frozenset({DecodeMode.REPLICATED, DecodeMode.OWNER})
 """The ways that ranks can compute a step in."""
 
 

@@ -44,7 +44,8 @@ class Shape:
     merge: str = "a2a"
     dtype: str = "float32"
     kv_dtype: str = "float32"
-    ways: frozenset[DecodeMode] = COMPUTABLE
+    ways: frozenset[DecodeMode] | None = None
+    """None = all that the ranks can compute."""
     pcp_gather: Gather = Gather.NONE
     """What prefill rows have to gather; NONE = as the scheduler chooses."""
     always_owner: bool = False
@@ -110,12 +111,13 @@ class InprocCluster:
         self._handle = 0
         self._prefills: dict[int, int] = {}
         self._bring_up()
+        computable = COMPUTABLE if files.shape.mla is None else frozenset({DecodeMode.REPLICATED})
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.budget, max_waiting=1000),
             self.layout,
             shape.blocks,
             identity=b"inproc",
-            replicas=Replicas(shape.pcp, shape.dcp, shape.ways, shape.pcp_gather),
+            replicas=Replicas(shape.pcp, shape.dcp, shape.ways or computable, shape.pcp_gather),
         )
 
     def close(self) -> None:

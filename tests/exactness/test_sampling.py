@@ -209,7 +209,7 @@ def test_nan_logits_fail_their_request_alone_and_the_rank_lives(tiny):
     path = tiny(**MODEL)
     poisoned, healthy = [7, 250, 9], prompt_of(9)
     with cluster(path, Shape(block_size=B)) as running:
-        running.executors[0]._weights["model.embed_tokens.weight"][250] = math.nan
+        running.executors[0]._weights.embedding[250] = math.nan
         scored = Sampling(temperature=0.0, prompt_logprobs=0, max_tokens=4)
         plain = Sampling(temperature=0.0, max_tokens=4)
         got = running.generate([poisoned, healthy, poisoned], 4, [plain, plain, scored])
