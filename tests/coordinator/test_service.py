@@ -146,7 +146,7 @@ async def test_f2_prefix_hit_is_reported_in_whole_virtual_blocks():
         assert other.finished.cached_tokens == 0
         counts = {(each.decode_mode, each.gather): each.steps for each in (await harness.status()).step_counts}
         assert counts[common_pb2.DECODE_MODE_REPLICATED, common_pb2.GATHER_NONE] >= 21  # three requests, 8 tokens each
-        assert sum(steps for (mode, _), steps in counts.items() if mode == common_pb2.DECODE_MODE_OWNER) == 3  # prompts
+        assert sum(steps for (mode, _), steps in counts.items() if mode == common_pb2.DECODE_MODE_OWNER) >= 3  # prompts
         cache = (await harness.status()).prefix_cache
         assert (cache.hit_unit_tokens, cache.hit_tokens, cache.queried_tokens) == (8, 16, 51)
 
