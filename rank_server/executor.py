@@ -1,7 +1,7 @@
 """What a rank does for each command of its lane. Runs on the worker thread only; knows nothing of gRPC calls."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,7 +16,7 @@ from rank_server.device import POOL_SHARE, free_bytes
 from rank_server.draws import answer
 from rank_server.flows.table import Ways, check_way
 from rank_server.kv_pool import KvPool
-from rank_server.models.table import build_model, load_weights, resident_weights
+from rank_server.models.table import build_model, load_weights, resident_weights, up_projections
 from rank_server.penalties import TokenHistory
 from rank_server.place import Place
 from rank_server.sequences import PlanRefused, SequenceTable
@@ -173,9 +173,9 @@ class Executor:
         share, flow = ways.of(plan, rows, self._sequences)
         batch = build(plan, self._sequences, share, place.device)
 
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: Any) -> torch.Tensor:
+        def attend(layer: int, q: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
             self._progress()
-            return flow.attend(layer, q, k, v)
+            return flow.attend(layer, q, *rows)
 
         hidden = model.forward(batch.token_ids, batch.positions, attend)
         return answer(batch, hidden, model.logits, self._files.shape.vocab_size, self._samples, self._progress)
@@ -192,7 +192,7 @@ class Executor:
         if self._model is None or self._ways is None:
             place, shape = self.place, self._files.shape
             self._model = build_model(shape, self._require_weights(), self._group("tp"))
-            self._ways = Ways(place, pool, self._group, shape, self._workspace_bytes)
+            self._ways = Ways(place, pool, self._group, shape, up_projections(self._require_weights()), self._workspace_bytes)
         return self._model, self._ways
 
     def _group(self, kind: str) -> Group:

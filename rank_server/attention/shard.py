@@ -29,12 +29,25 @@ class ShardAttention(Protocol):
         """[T, s, D] in `kv_dtype` from slots [T], all ≥ 0."""
         ...
 
-    def paged(self, layer: int, q: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
-        """Partial attention (out [T, h, E], lse [T, h], fp32) of q [T, h, D] over this rank's keys of the batch's rows."""
+    def leaving(self, layer: int, q: Tensor) -> Tensor:
+        """This rank's queries [T, h, dq] as other ranks can attend with them: [T, h, D]."""
         ...
 
-    def dense(self, q: Tensor, kv: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Partial attention of q [t, h, D] over kv [n, s, D], query i over the first seen[i] of them (None: all)."""
+    def paged(self, layer: int, q: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
+        """Partial attention (out [T, h, E], lse [T, h], fp32) of q [T, h, D], as it left, over this rank's keys of the rows."""
+        ...
+
+    def arrived(self, layer: int, out: Tensor) -> Tensor:
+        """The output [T, h, dv] of this rank's heads from merged partials [T, h, E]."""
+        ...
+
+    def local(self, layer: int, q: Tensor, batch: AttentionBatch) -> Tensor:
+        """Output [T, h, dv] of this rank's queries [T, h, dq], all keys of which are in this rank's cache."""
+        ...
+
+    def dense(self, layer: int, q: Tensor, kv: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Partial attention (out [t, h, dv], lse [t, h], fp32) of this rank's queries [t, h, dq] over kv [n, s, D], which need
+        not be in the cache; query i over the first seen[i] of them, ascending (None: all)."""
         ...
 
 
@@ -61,10 +74,22 @@ class GqaShard:
         """See `ShardAttention`."""
         return torch.cat(self._pool.read(layer, slots), dim=1)
 
+    def leaving(self, layer: int, q: Tensor) -> Tensor:
+        """See `ShardAttention`."""
+        return q
+
     def paged(self, layer: int, q: Tensor, batch: AttentionBatch) -> tuple[Tensor, Tensor]:
         """See `ShardAttention`."""
         return self._kernels.paged(q, *self._pool.cache(layer), batch, self._scale)
 
-    def dense(self, q: Tensor, kv: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    def arrived(self, layer: int, out: Tensor) -> Tensor:
+        """See `ShardAttention`."""
+        return out
+
+    def local(self, layer: int, q: Tensor, batch: AttentionBatch) -> Tensor:
+        """See `ShardAttention`."""
+        return self.paged(layer, q, batch)[0]
+
+    def dense(self, layer: int, q: Tensor, kv: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `ShardAttention`."""
         return self._kernels.dense(q, kv[:, : self._heads], kv[:, self._heads :], self._scale, seen)

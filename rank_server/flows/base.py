@@ -1,6 +1,6 @@
 """How a step's rows meet the keys."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from torch import Tensor
 
@@ -12,10 +12,10 @@ class Flow(Protocol):
     each of them computes.
     """
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Any) -> Tensor:
-        """q [T, hq, D], k and v [T, hk, D] of the T tokens that this rank computes → [T, hq, D] in q's dtype.
+    def attend(self, layer: int, q: Tensor, *rows: Tensor) -> Tensor:
+        """q [T, hq, dq] of the T tokens that this rank computes, and their K and V [T, hk, D] each → [T, hq, dv] in q's dtype.
 
-        With latent attention q is [T, hq, dn + dr], k the latents [T, dc + dr], v the layer's `UpProjection`; → [T, hq, dv].
+        With latent attention the one latent [T, 1, dc + dr] stands for K and V.
         Afterwards the keys and values of all the step's tokens are in the caches that hold them.
         """
         ...

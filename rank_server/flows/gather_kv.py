@@ -47,18 +47,18 @@ class GatherKvWay:
         """See `Way`. New keys are rounded as if they came out of the cache."""
         new = self.exchange.gather(self.pcp_group, kv.to(self.attention.kv_dtype))
         self.attention.write(layer, new, self.slots)
-        parts = {own.row: self._over_new(own, q, new) for own in self.own_rows}
+        parts = {own.row: self._over_new(layer, own, q, new) for own in self.own_rows}
         for piece in self.context:
             gathered = self.dcp_group.all_gather(self.attention.read(layer, piece.slots)).flatten(0, 1)
             for use in piece.uses:
                 out, lse, queries = parts[use.row]
                 keys = gathered.index_select(0, use.keys)
-                more_out, more_lse = self.attention.dense(queries, keys, None)
+                more_out, more_lse = self.attention.dense(layer, queries, keys, None)
                 parts[use.row] = (*merge_partials([out, more_out], torch.stack([lse, more_lse])), queries)
         if not parts:
-            return self.attention.dense(q, new[:0], None)[0].to(q.dtype)
+            return self.attention.dense(layer, q, new[:0], None)[0].to(q.dtype)
         return torch.cat([out for out, _, _ in parts.values()]).to(q.dtype)
 
-    def _over_new(self, own: OwnRow, q: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _over_new(self, layer: int, own: OwnRow, q: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         queries = q[own.first : own.last]
-        return *self.attention.dense(queries, new[own.key : own.key + own.most_seen], own.seen), queries
+        return *self.attention.dense(layer, queries, new[own.key : own.key + own.most_seen], own.seen), queries

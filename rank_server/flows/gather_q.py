@@ -29,14 +29,15 @@ class GatherQWay:
     def complete(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See `Way`."""
         heads, p = q.shape[1], self.exchange.replicas
-        rows = self.dcp_group.all_gather(self.exchange.padded(torch.cat([q, kv], dim=1)))
+        rows = self.dcp_group.all_gather(self.exchange.padded(torch.cat([self.attention.leaving(layer, q), kv], dim=1)))
         by_tp_member = [self.exchange.in_batch_order(part) for part in rows.unflatten(0, (-1, p))]
         # The d members bring their own heads, and all the same KV rows.
         self.attention.write(layer, by_tp_member[0][:, heads:], self.batch.slots)
         queries = [part[:, :heads] for part in by_tp_member]
         all_heads = torch.cat(queries, dim=1) if len(queries) > 1 else queries[0]
         out, lse = self.attention.paged(layer, all_heads, self.batch)
-        return self.exchange.own(self.merge(self.dcp_group, out, lse, self._chunks)).to(q.dtype)
+        own = self.exchange.own(self.merge(self.dcp_group, out, lse, self._chunks))
+        return self.attention.arrived(layer, own).to(q.dtype)
 
     def _chunks(self, x: Tensor) -> Tensor:
         """[T, d·hq, E] → [N, width, hq, E]."""

@@ -21,7 +21,7 @@ class LocalWay:
     def complete(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See `Way`."""
         self.attention.write(layer, kv, self.batch.slots)
-        return self.attention.paged(layer, q, self.batch)[0].to(q.dtype)
+        return self.attention.local(layer, q, self.batch).to(q.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,4 +40,4 @@ class ReplicatedKvWay:
         """See `Way`."""
         everybodys = self.exchange.gather(self.pcp_group, kv.to(self.attention.kv_dtype))
         self.attention.write(layer, everybodys, self.slots)
-        return self.attention.paged(layer, q, self.batch)[0].to(q.dtype)
+        return self.attention.local(layer, q, self.batch).to(q.dtype)

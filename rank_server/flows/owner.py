@@ -34,13 +34,13 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class OwnerFlow:
-    """`Flow` of grouped-query attention over one or two kinds of rows, which go one after the other."""
+    """`Flow` over one or two kinds of rows, which go one after the other."""
 
     parts: Sequence[Part]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *rows: Tensor) -> Tensor:
         """See `Flow`."""
-        kv = torch.cat([k, v], dim=1)
+        kv = torch.cat(rows, dim=1)
         if len(self.parts) == 1:
             return self.parts[0].way.complete(layer, q, kv)
         outs = torch.cat([part.way.complete(layer, q[part.places], kv[part.places]) for part in self.parts])

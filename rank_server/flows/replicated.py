@@ -1,22 +1,21 @@
 """Every replica computes every row; partial attention is merged over the shards."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch
-from rank_server.attention.dcp_gqa import DcpAttention
-from rank_server.attention.dcp_mla import DcpLatentAttention
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicatedFlow:
     """`Flow` of a step whose rows are everywhere."""
 
-    attention: DcpAttention | DcpLatentAttention
+    forward: Callable[..., Tensor]
+    """(layer, q, what a token stores, batch) → output: `DcpAttention.forward` or `DcpLatentAttention.forward`."""
     batch: AttentionBatch
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Any) -> Tensor:
+    def attend(self, layer: int, q: Tensor, *rows: Tensor) -> Tensor:
         """See `Flow`."""
-        return self.attention.forward(layer, q, k, v, self.batch)
+        return self.forward(layer, q, *rows, self.batch)

@@ -8,8 +8,10 @@ from cp_wire.pb import common_pb2, rank_pb2
 from rank_server.attention.context import WORKSPACE_BYTES
 from rank_server.attention.dcp_gqa import DcpAttention
 from rank_server.attention.dcp_mla import DcpLatentAttention
+from rank_server.attention.latent import UpProjection
+from rank_server.attention.latent_shard import LatentShard
 from rank_server.attention.rows import KvRow, attention_batch
-from rank_server.attention.shard import GqaShard
+from rank_server.attention.shard import GqaShard, ShardAttention
 from rank_server.collectives.base import Group
 from rank_server.flows.base import Flow
 from rank_server.flows.owner import OwnerFlows
@@ -26,9 +28,9 @@ NONE, Q, KV = common_pb2.GATHER_NONE, common_pb2.GATHER_Q, common_pb2.GATHER_KV
 def check_way(plan: rank_pb2.StepPlan, grid: Grid) -> None:
     """Raises `PlanRefused` for a decode mode and gather that the grid can't do."""
     known = [(REPLICATED, NONE)]
-    if grid.pcp > 1:
+    if grid.pcp > 1 or grid.dcp > 1:
         known += [(OWNER, NONE), (OWNER, KV)]
-    if grid.pcp > 1 and grid.dcp > 1:
+    if grid.dcp > 1:
         known += [(OWNER, Q)]
     if (plan.decode_mode, plan.gather) not in known:
         raise PlanRefused(
@@ -37,7 +39,10 @@ def check_way(plan: rank_pb2.StepPlan, grid: Grid) -> None:
 
 
 class Ways:
-    """All the flows of one rank over its pool and its open groups. group: the rank's group of a kind."""
+    """All the flows of one rank over its pool and its open groups.
+
+    group: the rank's group of a kind; ups: of each layer, with latent attention.
+    """
 
     def __init__(
         self,
@@ -45,20 +50,22 @@ class Ways:
         pool: KvPool,
         group: Callable[[str], Group],
         shape: ModelShape,
+        ups: Sequence[UpProjection],
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         self._place = place
         self._device = pool.device
         pcp = 1 if place.grid.dcp == 1 else place.grid.pcp
         groups = (group("q"), group("dcp"))
+        attention: ShardAttention
         self._replicated: DcpAttention | DcpLatentAttention
-        self._owner: OwnerFlows | None = None
         if shape.mla is None:
             self._replicated = DcpAttention(pool, *groups, place.merge, shape.score_scale, pcp)
             attention = GqaShard(pool, shape.score_scale)
-            self._owner = OwnerFlows(place, attention, group, workspace_bytes, self._device)
         else:
-            self._replicated = DcpLatentAttention(pool, *groups, place.merge, shape.score_scale, pcp, shape.mla)
+            attention = LatentShard(pool, shape.mla, shape.score_scale, ups, one_set_of_heads=place.grid.dcp_in_tp == 1)
+            self._replicated = DcpLatentAttention(attention, *groups, place.merge, pcp)
+        self._owner = OwnerFlows(place, attention, group, workspace_bytes, self._device)
 
     def of(self, plan: rank_pb2.StepPlan, rows: Sequence[KvRow], sequences: SequenceTable) -> tuple[Share, Flow]:
         """The rank's share of a plan and the flow through which its rows go; a pure function of the plan and the place.
@@ -67,8 +74,6 @@ class Ways:
         """
         place = self._place
         if plan.decode_mode == OWNER:
-            if self._owner is None:
-                raise PlanRefused("rows of latent attention can't be dealt out over replicas")
             owners = [self._owner_of(row, sequences) for row in plan.rows]
             if plan.gather == NONE and None in owners:
                 raise PlanRefused(f"request {plan.rows[owners.index(None)].handle} prefills in a step that gathers nothing")
@@ -79,7 +84,7 @@ class Ways:
                     f"request {row.handle}: only replica {sequences.get(row.handle).owner} has its decoded tokens"
                 )
         share = replicated(rows, place.grid.pcp, place.pcp_index)
-        return share, ReplicatedFlow(self._replicated, attention_batch(rows, share.spans, place.layout, self._device))
+        return share, ReplicatedFlow(self._replicated.forward, attention_batch(rows, share.spans, place.layout, self._device))
 
     def _owner_of(self, row: rank_pb2.StepRow, sequences: SequenceTable) -> int | None:
         """The replica that computes a decode row, None for a prefill row."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from cp_layout.model_shape import MlaShape, ModelShape
-from rank_server.attention.latent import UpProjection
 from rank_server.collectives.base import Group
 from rank_server.models.decoder import SplitGroups
 from rank_server.models.ends import embed, gathered
@@ -19,9 +18,8 @@ from rank_server.models.mla_weights import MlaLayer, MlaWeights
 from rank_server.models.rotary import Rotary, rotate, rotate_pairs
 from rank_server.models.sharding import query_heads, vocabulary
 
-LatentAttend = Callable[[int, Tensor, Tensor, UpProjection], Tensor]
-"""(layer, q [T, h, dn + dr], latents [T, dc + dr], the layer's up-projection) → [T, h, dv] with this member's h heads; what is
-rotated is rotated."""
+LatentAttend = Callable[[int, Tensor, Tensor], Tensor]
+"""(layer, q [T, h, dn + dr], latents [T, 1, dc + dr]) → [T, h, dv] with this member's h heads; what is rotated is rotated."""
 
 LORA_NORM_EPS = 1e-6
 """Of the norms inside the low-rank projections, whatever the configuration says of the others."""
@@ -38,7 +36,7 @@ class MlaModel:
         self._shape = shape
         self._mla: MlaShape = shape.mla
         self._tp = tp_group
-        self._weights = weights
+        self.weights = weights
         self._rotary = Rotary(shape, weights.embedding.device)
         first, last = query_heads(shape, tp_group.size, tp_group.index)
         self._heads = last - first
@@ -51,18 +49,18 @@ class MlaModel:
         """
         if split:
             raise ValueError("a pass of a model with latent attention can't be split")
-        x = embed(self._weights.embedding, token_ids, self._vocabulary[self._tp.index], self._tp)
+        x = embed(self.weights.embedding, token_ids, self._vocabulary[self._tp.index], self._tp)
         cos, sin = self._rotary.at(positions, x.dtype)
-        for index, layer in enumerate(self._weights.layers):
+        for index, layer in enumerate(self.weights.layers):
             q, latents = self._project(layer, self._norm(x, layer.input_norm), cos, sin)
-            attended = attend(index, q, latents, layer.up)
+            attended = attend(index, q, latents.unsqueeze(1))
             x = x + self._sum(layer.output(attended.flatten(1)))
             x = x + self._sum(layer.ffn(self._norm(x, layer.ffn_norm)))
-        return self._norm(x, self._weights.final_norm)
+        return self._norm(x, self.weights.final_norm)
 
     def logits(self, hidden: Tensor, split: bool = False) -> Tensor:
         """[R, H] → [R, vocabulary] fp32, bit-identical on all members."""
-        local = self._weights.head(hidden)
+        local = self.weights.head(hidden)
         if self._tp.size == 1:
             return local.float()
         return torch.cat(gathered(local, [last - first for first, last in self._vocabulary], self._tp), 1).float()

@@ -11,6 +11,7 @@ from torch import Tensor
 from cp_layout.model_shape import ModelShape
 from model_files import ModelFiles, ModelRefused
 from model_files.families import FAMILIES, MLA_FAMILIES
+from rank_server.attention.latent import UpProjection
 from rank_server.collectives.base import Group
 from rank_server.models import weights as weight_files
 from rank_server.models.decoder import DecoderModel, SplitGroups
@@ -45,6 +46,11 @@ def build_model(shape: ModelShape, weights: Weights, tp_group: Group, split: Spl
     """The member's model over its resident weights; cheap, so that it can follow every change of groups."""
     _, model = _classes(shape)
     return model(shape, weights, tp_group, split)  # type: ignore[arg-type]  # a row of the table holds what fits together
+
+
+def up_projections(weights: Weights) -> tuple[UpProjection, ...]:
+    """What makes keys and values of latents, by layer; nothing where there are no latents."""
+    return tuple(layer.up for layer in weights.layers) if isinstance(weights, MlaWeights) else ()
 
 
 def _classes(shape: ModelShape) -> tuple[type[Weights], type[Model]]:

@@ -13,7 +13,7 @@ from cp_layout.model_shape import MlaShape
 from rank_server.attention import mla as module
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.latent import UpProjection, expanding_pays
-from rank_server.attention.mla import expanded_partial, latent_partial
+from rank_server.attention.mla import expanded, latent_partial, paged_reader
 from rank_server.attention.running_softmax import RunningSoftmax
 from rank_server.kv_pool import KvPool
 from tests.rank_server.attention.dense import dense_attention
@@ -52,14 +52,19 @@ class Case:
         for index, row in enumerate(self.batch.rows):
             tokens = slice(row.q_start, row.q_start + row.q_len)
             visible = self.batch.visible[tokens]
-            expanded = expanded_partial(self.q[tokens], cache, row, visible, self.up, SCALE)
+            whole = over_expanded(self, row)
             wanted_out, wanted_lse = self.wanted(index)
-            for out, lse in ((values[tokens], absorbed_lse[tokens]), expanded):
+            for out, lse in ((values[tokens], absorbed_lse[tokens]), whole):
                 assert lse.dtype == torch.float32
                 torch.testing.assert_close(out.double(), wanted_out, rtol=0, atol=atol)
                 torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-6, atol=atol)
                 assert (out[visible == 0] == 0).all()
                 assert (lse[visible == 0] == -math.inf).all()
+
+
+def over_expanded(case: Case, row: AttentionRow) -> tuple[Tensor, Tensor]:
+    tokens, read = slice(row.q_start, row.q_start + row.q_len), paged_reader(case.pool.latents(0), row.block_table)
+    return expanded(case.q[tokens], read, row.local_len, case.batch.visible[tokens], case.up, SCALE)
 
 
 def make(*rows: tuple[list[int], list[int]], dtype: torch.dtype = torch.float32, cache: torch.dtype = torch.float32) -> Case:
@@ -115,7 +120,7 @@ def test_memory_beside_the_cache_is_bounded_by_the_tiles() -> None:
         case = make((list(range(context - 3, context + 1)), list(range(context // B))))
         with Allocations() as seen:
             latent_partial(case.up.absorb(case.q), case.pool.latents(0), SHAPE.kv_lora_rank, case.batch, SCALE)
-            expanded_partial(case.q, case.pool.latents(0), case.batch.rows[0], case.batch.visible, case.up, SCALE)
+            over_expanded(case, case.batch.rows[0])
         sizes.append(seen.largest)
     assert sizes[0] == sizes[1]
 

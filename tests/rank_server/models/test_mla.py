@@ -1,6 +1,6 @@
 """The DeepSeek decoder against `transformers` in fp32, alone and over tensor-parallel cuts."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from model_files import expected_tensors, open_model
 from rank_server.attention.latent import UpProjection
 from rank_server.models.mla import MlaModel
 from rank_server.models.sharding import RULES, part_of, resident_tensors
-from rank_server.models.table import load_weights
+from rank_server.models.table import load_weights, up_projections
 from tests.exactness.test_mla import MODELS
 from tests.rank_server.models.tensor_parallel import CPU, on_members
 from tests.tiny_models import logits_reference
@@ -24,19 +24,25 @@ IDS = [(7 * i * i + 11 * i) % 320 for i in range(29)]
 class DenseLatentAttention:
     """`attend` of one sequence with every key and value spelled out."""
 
-    def __init__(self, scale: float) -> None:
+    def __init__(self, scale: float, ups: Sequence[UpProjection]) -> None:
         self._scale = scale
+        self._ups = ups
 
-    def __call__(self, layer: int, q: Tensor, latents: Tensor, up: UpProjection) -> Tensor:
-        keys, values = up.expand(latents)
+    def __call__(self, layer: int, q: Tensor, latents: Tensor) -> Tensor:
+        keys, values = self._ups[layer].expand(latents[:, 0])
         scores = torch.einsum("thd,hsd->hts", q.float(), keys.float()) * self._scale
         future = torch.ones(len(q), len(q), dtype=torch.bool).triu(1)
         return torch.einsum("hts,hsd->thd", scores.masked_fill(future, -torch.inf).softmax(-1), values.float()).to(q.dtype)
 
 
 def whole_prompt(path: Path) -> Callable[[MlaModel], Tensor]:
-    attend = DenseLatentAttention(open_model(path).shape.score_scale)
-    return lambda model: model.logits(model.forward(torch.tensor(IDS), torch.arange(len(IDS)), attend))
+    scale = open_model(path).shape.score_scale
+
+    def logits(model: MlaModel) -> Tensor:
+        attend = DenseLatentAttention(scale, up_projections(model.weights))
+        return model.logits(model.forward(torch.tensor(IDS), torch.arange(len(IDS)), attend))
+
+    return logits
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

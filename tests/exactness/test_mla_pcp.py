@@ -1,0 +1,118 @@
+"""Latent attention with rows dealt out over replicas: both gathers, chunked prefill, prefix hits, preemption."""
+
+import itertools
+import random
+
+import pytest
+
+from cp_layout.laws import legal_shapes
+from tests.exactness.pcp import B, check_dealt, dealt, gathers, prompt_of
+from tests.exactness.test_mla import MODELS
+from tests.inproc import Shape, cluster
+from tests.tiny_models import greedy_reference
+
+NAMED = [
+    # (tp, pcp, dcp); with pcp = 1 only the gather of KV deals rows out
+    (1, 2, 1),
+    (2, 2, 1),
+    (1, 2, 2),
+    (1, 3, 3),
+    (1, 4, 4),
+    (2, 2, 2),
+    (2, 2, 4),
+    (4, 2, 4),
+    (2, 1, 2),
+    (4, 1, 2),
+    (4, 1, 4),
+]
+
+
+def check(path, shape: Shape, prompts: list[list[int]], new_tokens: int) -> None:
+    with cluster(path, shape) as running:
+        for prompt, got in zip(prompts, running.generate(prompts, new_tokens), strict=True):
+            assert got.token_ids == greedy_reference(path, prompt, new_tokens), (shape, len(prompt))
+        check_dealt(running)
+        assert all(free == shape.blocks for free in running.scheduler.free_blocks)
+
+
+def model_for(tiny, grid):
+    return tiny(**MODELS[list(MODELS)[sum(grid) % len(MODELS)]])
+
+
+@pytest.mark.parametrize("gather", ["q", "kv"])
+@pytest.mark.parametrize("grid", NAMED, ids=str)
+def test_d3_c1_named_shapes_chunked_and_batched(tiny, grid, gather):
+    """Prompts of 1 to 90 tokens in chunks of 11 beside decode rows, through a workspace of a few runs."""
+    if gather not in gathers(grid):
+        pytest.skip("the cache is not sharded")
+    merge = "ag_rs" if grid[1] == 3 else "a2a"
+    shape = dealt(*grid, gather, interleave=2, budget=11, merge=merge, workspace_bytes=2 * grid[2] * 2 * 20 * 4)
+    check(model_for(tiny, grid), shape, [prompt_of(n) for n in (3, 8, 5, 1, 90)], new_tokens=5)
+
+
+def all_cases() -> list[tuple]:
+    cases = []
+    for name in MODELS:
+        for grid in legal_shapes(8, 8, 1, mla=True):
+            if grid[1] > 1 or grid[2] > 1:
+                for gather, interleave in itertools.product(gathers(grid), (1, 2, B) if grid[2] > 1 else (B,)):
+                    cases.append((name, grid, gather, interleave))
+    return cases
+
+
+@pytest.mark.parametrize(("name", "grid", "gather", "interleave"), random.Random(6).sample(all_cases(), 10), ids=str)
+def test_legal_shapes_sampled(tiny, name, grid, gather, interleave):
+    _legal_shape(tiny(**MODELS[name]), grid, gather, interleave, "a2a")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
+@pytest.mark.parametrize(("name", "grid", "gather", "interleave"), all_cases(), ids=str)
+def test_every_legal_shape(tiny, name, grid, gather, interleave, merge):
+    _legal_shape(tiny(**MODELS[name]), grid, gather, interleave, merge)
+
+
+def _legal_shape(path, grid, gather, interleave, merge):
+    v, p = B * grid[2], grid[1]
+    lengths = sorted({1, 2 * p - 1, 2 * p, 2 * p + 1, v - 1, v, v + 1, 5 * v} - {0})
+    shape = dealt(*grid, gather, interleave=interleave, merge=merge, budget=16, blocks=96)
+    check(path, shape, [prompt_of(n) for n in lengths], new_tokens=4)
+
+
+@pytest.mark.parametrize("gather", ["q", "kv"])
+@pytest.mark.parametrize("count", [1, 2, 7, 13])
+def test_simultaneous_prefills_share_a_prefix(tiny, count, gather):
+    path, prefix = tiny(**MODELS["v3"]), prompt_of(17, seed=9)
+    prompts = [[*prefix, *prompt_of(3 + i % 4, seed=i)] for i in range(count)]
+    with cluster(path, dealt(1, 2, 2, gather, budget=24, blocks=128, interleave=2)) as running:
+        for _ in range(2):
+            for prompt, got in zip(prompts, running.generate(prompts, 4), strict=True):
+                assert got.token_ids == greedy_reference(path, prompt, 4)
+        assert got.num_cached_tokens > 0
+        check_dealt(running)
+
+
+@pytest.mark.parametrize("kv_dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize(("grid", "gather"), [((1, 2, 2), "q"), ((1, 2, 2), "kv"), ((2, 2, 4), "kv"), ((2, 1, 2), "kv")])
+def test_c4_latents_of_another_dtype_are_the_same_on_every_way(tiny, grid, gather, kv_dtype):
+    """Three chunks; ids and log-probabilities of one rank with the same cache dtype."""
+    path, prompts = tiny(**MODELS["v2-lite"]), [prompt_of(22), prompt_of(7)]
+    with cluster(path, Shape(block_size=B, budget=8, kv_dtype=kv_dtype)) as running:
+        alone = [got.token_ids for got in running.generate(prompts, 4)]
+    with cluster(path, dealt(*grid, gather, budget=8, kv_dtype=kv_dtype)) as running:
+        assert [got.token_ids for got in running.generate(prompts, 4)] == alone
+
+
+@pytest.mark.parametrize("budget", [5, 64])
+@pytest.mark.parametrize(("grid", "gather"), [((1, 2, 2), "q"), ((1, 2, 2), "kv"), ((2, 2, 4), "kv"), ((2, 1, 2), "kv")])
+def test_e2_preemption_changes_nothing(tiny, grid, gather, budget):
+    path = tiny(**MODELS["v3"])
+    prompts = [prompt_of(length, seed=length) for length in (13, 9, 17, 5, 11)]
+    blocks = 16 // grid[2]
+    with cluster(path, dealt(*grid, gather, blocks=blocks, budget=budget)) as running:
+        got = running.generate(prompts, 16)
+        assert sum(g.num_preemptions for g in got) > 0
+        for prompt, generation in zip(prompts, got, strict=True):
+            assert generation.token_ids == greedy_reference(path, prompt, 16)
+        check_dealt(running)
+        assert all(free == blocks for free in running.scheduler.free_blocks)
