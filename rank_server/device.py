@@ -1,10 +1,13 @@
 """The device of a rank. `python -m rank_server.device` says how many GPUs torch can use here, or why none."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from cp_wire.errors import ConfigRefused
+from cp_wire.host_memory import PoolRefused
 
 DEVICES = ("cpu", "cuda")
 POOL_SHARE = 0.8
@@ -44,6 +47,15 @@ def gpus() -> tuple[int, str]:
 def free_bytes(device: torch.device) -> int:
     """Memory of a GPU that nobody has taken."""
     return torch.cuda.mem_get_info(device)[0]
+
+
+@contextmanager
+def room_on(device: torch.device, what: str) -> Iterator[None]:
+    """Turns a failed allocation on a GPU into `PoolRefused` that names what there was no room for."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise PoolRefused(f"{what} can't be had on {device}, {free_bytes(device)} bytes are free") from error
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from model_files import ModelFiles
 from rank_server.attention.context import WORKSPACE_BYTES
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
-from rank_server.device import POOL_SHARE, free_bytes
+from rank_server.device import POOL_SHARE, free_bytes, room_on
 from rank_server.draws import answer
 from rank_server.flows.table import Ways, check_way
 from rank_server.kv_pool import KvPool
@@ -87,8 +87,9 @@ class Executor:
             raise ConfigRefused(f"rank {rank} computes on {self._device}, the cluster on {config.device}")
         place = Place.of(config, rank, self._files.shape)
         self._backend = self._open_backend(config.collectives, place)
-        loaded = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded, place.device)
-        self._weights = resident_weights(self._files.shape, loaded, place.grid.pcp)
+        with room_on(place.device, "the weights"):
+            loaded = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded, place.device)
+            self._weights = resident_weights(self._files.shape, loaded, place.grid.pcp)
         self._bytes_per_block = self._files.shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
         blocks = self._room(config, place.device, 1 if pool_is_settled else self._ranks_on_host)
         self._place = place
@@ -102,22 +103,24 @@ class Executor:
     def allocate_pool(self, num_blocks: int) -> rank_pb2.PoolAllocated:
         """Creates the pool; all ranks of a set get the same number of blocks.
 
-        `PoolRefused` when a block is not the size that the number of blocks was planned with.
+        `PoolRefused` when a block is not the size that the number of blocks was planned with, and when memory has become
+        scarce since then.
         """
         shape, place = self._files.shape, self.place
         if self._pool is not None:
             raise PlanRefused("the KV pool is allocated already")
         spec = shape.kv_spec(place.grid.tp)
-        pool = KvPool(
-            num_layers=shape.num_layers,
-            num_blocks=num_blocks,
-            block_size=place.layout.block_size,
-            num_kv_heads=spec.heads,
-            head_dim=spec.width,
-            dtype=place.kv_dtype,
-            device=place.device,
-            rows=spec.rows,
-        )
+        with room_on(place.device, f"a KV pool of {num_blocks * self._bytes_per_block} bytes"):
+            pool = KvPool(
+                num_layers=shape.num_layers,
+                num_blocks=num_blocks,
+                block_size=place.layout.block_size,
+                num_kv_heads=spec.heads,
+                head_dim=spec.width,
+                dtype=place.kv_dtype,
+                device=place.device,
+                rows=spec.rows,
+            )
         if pool.bytes_per_block != self._bytes_per_block:
             raise PoolRefused(f"a KV block takes {pool.bytes_per_block} bytes, {self._bytes_per_block} were planned")
         self._pool = pool

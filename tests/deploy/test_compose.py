@@ -1,15 +1,21 @@
 """docker-compose.yml: what Compose makes of it, and what every service must and must not have."""
 
 import json
+import subprocess
+import sys
 
 import pytest
+import torch
 
 from coordinator.__main__ import build_parser as coordinator_parser
 from cp_client.default_model import DEFAULT_MODEL
-from cp_wire.effective import grid_of
+from cp_wire.effective import grid_of, settle
 from cp_wire.flags import cluster_config_from
+from model_files import open_model
 from rank_server.__main__ import build_parser as rank_parser
+from rank_server.collectives.table import backends
 from tests.deploy.compose import PROFILES, compose, parsed
+from tests.model_files.tiny_checkpoint import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +122,27 @@ def test_one_gpu_for_each_rank(configs):
         assert int(service["shm_size"]) >= 1 << 30
         # What is compiled at run time is loaded from there.
         assert "exec" in service["tmpfs"][0].partition(":")[2].split(",")
+
+
+def test_gpu_commands_ask_for_what_gpus_need(configs, tmp_path):
+    """As the coordinator settles it for its ranks, which take any device they are told or named one that agrees."""
+    _, command, ranks = split(configs["gpu"]["services"])
+    asked = cluster_config_from(coordinator_parser().parse_args(command[3:]))
+    config = settle(asked, open_model(write_gguf(tmp_path / "tiny.gguf")).shape)
+    assert (config.device, config.collectives, config.max_num_batched_tokens) == ("cuda", "nccl", 8192)
+    assert {rank_parser().parse_args(words[3:]).device for words in ranks.values()} == {config.device}
+    assert config.collectives in backends("127.0.0.1")
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU the rank would start")
+def test_j2_a_gpu_rank_without_its_gpu_gives_the_reason(configs):
+    _, _, ranks = split(configs["gpu"]["services"])
+    for words in ranks.values():
+        command = [sys.executable, *words[1:]]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr.startswith("fatal: device cuda is absent: torch ")
 
 
 def test_the_bundled_model_is_the_default(services):

@@ -9,6 +9,7 @@ import torch
 
 from cp_layout.interleave import Layout
 from cp_wire.errors import ConfigRefused
+from cp_wire.host_memory import PoolRefused
 from cp_wire.pb import common_pb2, rank_pb2
 from rank_server import device as device_module
 from rank_server import executor as executor_module
@@ -115,6 +116,24 @@ def test_ranks_take_the_gpus_of_a_host_in_turn(two_gpus):
     assert [claim("cuda", rank).index for rank in (0, 1, 2, 7)] == [0, 1, 0, 1]
     assert [device.index for device in two_gpus] == [0, 1, 0, 1]
     assert claim("cpu", 1) == torch.device("cpu") and len(two_gpus) == 4
+
+
+def out_of_memory(*args, **sizes):
+    raise torch.OutOfMemoryError("CUDA out of memory, at great length")
+
+
+def test_a4_what_a_gpu_has_no_room_for_is_named(files, two_gpus, monkeypatch):
+    """A pool that fitted when its size was agreed on, and weights that never did."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 30, 1 << 40))
+    monkeypatch.setattr(executor_module, "load_weights", lambda *args: load_weights(*args[:-1], META))
+    executor = Rank(files).executor
+    block = executor.configure(config(device="cuda"), 0).kv_bytes_per_block
+    monkeypatch.setattr(executor_module, "KvPool", out_of_memory)
+    with pytest.raises(PoolRefused, match=f"a KV pool of {3 * block} bytes can't be had on cuda:0, 1073741824 bytes are free"):
+        executor.allocate_pool(3)
+    monkeypatch.setattr(executor_module, "load_weights", out_of_memory)
+    with pytest.raises(ConfigRefused, match="the weights can't be had on cuda:0"):
+        Rank(files).executor.configure(config(device="cuda"), 0)
 
 
 @pytest.mark.parametrize("device", ["cuda", ""])
