@@ -1,6 +1,7 @@
 """What a rank does for each command of its lane. Runs on the worker thread only; knows nothing of gRPC calls."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +17,7 @@ from rank_server.device import POOL_SHARE, free_bytes, room_on
 from rank_server.draws import answer
 from rank_server.flows.table import Ways, check_way
 from rank_server.kv_pool import KvPool
+from rank_server.models.decoder import SplitGroups
 from rank_server.models.table import build_model, load_weights, resident_weights, up_projections
 from rank_server.penalties import TokenHistory
 from rank_server.place import Place
@@ -180,8 +182,11 @@ class Executor:
             self._progress()
             return flow.attend(layer, q, *rows)
 
-        hidden = model.forward(batch.token_ids, batch.positions, attend)
-        return answer(batch, hidden, model.logits, self._files.shape.vocab_size, self._samples, self._progress)
+        split = plan.decode_mode == common_pb2.DECODE_MODE_SPLIT
+        hidden = model.forward(batch.token_ids, batch.positions, attend, split)
+        samples = self._samples and not (split and place.pcp_index > 0)
+        logits_of = partial(model.logits, split=split)
+        return answer(batch, hidden, logits_of, self._files.shape.vocab_size, samples, self._progress)
 
     @property
     def _samples(self) -> bool:
@@ -194,7 +199,8 @@ class Executor:
     def _assemble(self, pool: KvPool) -> "tuple[Model, Ways]":
         if self._model is None or self._ways is None:
             place, shape = self.place, self._files.shape
-            self._model = build_model(shape, self._require_weights(), self._group("tp"))
+            split = SplitGroups(self._group("pcp"), self._group("wide")) if place.grid.pcp > 1 else None
+            self._model = build_model(shape, self._require_weights(), self._group("tp"), split)
             self._ways = Ways(place, pool, self._group, shape, up_projections(self._require_weights()), self._workspace_bytes)
         return self._model, self._ways
 

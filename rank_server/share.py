@@ -14,7 +14,8 @@ class Share:
     spans: tuple[Span, ...]
     """What it computes, in the order of its flat batch."""
     answered: tuple[tuple[Span, ...], ...]
-    """Per replica, the spans whose draws and prompt scores it reports: the same on all ranks, each token in one of them."""
+    """Per replica, the spans whose logits it computes: the same on all ranks. Each token is in one replica's, or in those of
+    all replicas that together compute them."""
     replica: int
 
     @property
@@ -27,6 +28,12 @@ def replicated(rows: Sequence[KvRow], replicas: int, replica: int) -> Share:
     """Every replica computes all rows, the first one answers."""
     spans = whole(rows)
     return Share(spans, (spans, *((),) * (replicas - 1)), replica)
+
+
+def split(rows: Sequence[KvRow], replicas: int, replica: int) -> Share:
+    """All replicas together compute every row, logits included."""
+    spans = whole(rows)
+    return Share(spans, (spans,) * replicas, replica)
 
 
 def owned(partition: Partition, replica: int) -> Share:

@@ -19,15 +19,18 @@ from rank_server.flows.replicated import ReplicatedFlow
 from rank_server.kv_pool import KvPool
 from rank_server.place import Place
 from rank_server.sequences import PlanRefused, SequenceTable
-from rank_server.share import Share, replicated
+from rank_server.share import Share, replicated, split
 
 REPLICATED, OWNER = common_pb2.DECODE_MODE_REPLICATED, common_pb2.DECODE_MODE_OWNER
+SPLIT = common_pb2.DECODE_MODE_SPLIT
 NONE, Q, KV = common_pb2.GATHER_NONE, common_pb2.GATHER_Q, common_pb2.GATHER_KV
 
 
 def check_way(plan: rank_pb2.StepPlan, grid: Grid) -> None:
     """Raises `PlanRefused` for a decode mode and gather that the grid can't do."""
     known = [(REPLICATED, NONE)]
+    if grid.pcp > 1:
+        known += [(SPLIT, NONE)]
     if grid.pcp > 1 or grid.dcp > 1:
         known += [(OWNER, NONE), (OWNER, KV)]
     if grid.dcp > 1:
@@ -54,6 +57,7 @@ class Ways:
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         self._place = place
+        self._latent = shape.mla is not None
         self._device = pool.device
         pcp = 1 if place.grid.dcp == 1 else place.grid.pcp
         groups = (group("q"), group("dcp"))
@@ -73,6 +77,8 @@ class Ways:
         `PlanRefused` when the plan does not say how its prefill rows are completed, or asks a cache for tokens it lacks.
         """
         place = self._place
+        if plan.decode_mode == SPLIT and self._latent:
+            raise PlanRefused("replicas can't split passes of a model with latent attention")
         if plan.decode_mode == OWNER:
             owners = [self._owner_of(row, sequences) for row in plan.rows]
             if plan.gather == NONE and None in owners:
@@ -83,7 +89,8 @@ class Ways:
                 raise PlanRefused(
                     f"request {row.handle}: only replica {sequences.get(row.handle).owner} has its decoded tokens"
                 )
-        share = replicated(rows, place.grid.pcp, place.pcp_index)
+        everybody = split if plan.decode_mode == SPLIT else replicated
+        share = everybody(rows, place.grid.pcp, place.pcp_index)
         return share, ReplicatedFlow(self._replicated.forward, attention_batch(rows, share.spans, place.layout, self._device))
 
     def _owner_of(self, row: rank_pb2.StepRow, sequences: SequenceTable) -> int | None:

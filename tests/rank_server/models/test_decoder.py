@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from model_files import open_model
 from rank_server.collectives.solo import SoloGroup
-from rank_server.models.decoder import DecoderModel
+from rank_server.models.decoder import DecoderModel, SplitGroups
 from rank_server.models.table import build_model, load_weights, resident_weights
 from tests.devices import CPU
 from tests.rank_server.models.tensor_parallel import DenseAttention, on_members, whole_prompt
@@ -155,3 +155,15 @@ def test_inputs_are_not_changed(tiny):
     assert torch.equal(hidden, kept)
     assert ids.tolist() == prompt_of(4)
     assert positions.tolist() == [0, 1, 2, 3]
+
+
+def test_a_pass_is_split_only_over_groups_that_fit(tiny):
+    files = open_model(tiny())
+    weights = resident_weights(files.shape, load_weights(files, 1, 0, torch.float32, lambda done, total: None, CPU), 2)
+    alone = SoloGroup("tp:0")
+    with pytest.raises(ValueError, match=r"weights in 2 parts, member 0 of pcp:0 .* don't fit"):
+        build_model(files.shape, weights, alone, SplitGroups(pcp=SoloGroup("pcp:0"), wide=SoloGroup("wide:0")))
+    model = build_model(files.shape, weights, alone)
+    ids = torch.tensor(prompt_of(3))
+    with pytest.raises(ValueError, match="can't be split"):
+        model.forward(ids, torch.arange(3), DenseAttention(), split=True)
