@@ -10,8 +10,8 @@ from coordinator.plan import NOTHING_CHOSEN, DecodeMode, Gather, Row
 from coordinator.request import Request
 from cp_layout.cost import COST_VERSION, CostModel, Rates, StepFacts, Work, seconds
 
-COMPUTABLE = frozenset({DecodeMode.REPLICATED, DecodeMode.OWNER})
-"""The ways that ranks can compute a step in."""
+COMPUTABLE = frozenset({DecodeMode.REPLICATED, DecodeMode.OWNER, DecodeMode.SPLIT})
+"""The ways that ranks can compute a step in; SPLIT not with latent attention."""
 
 
 @dataclass(frozen=True, slots=True)
