@@ -165,3 +165,16 @@ def test_shards_and_members_are_inverse_for_every_offset(num_shards: int) -> Non
         members = [layout.member_of(shard, offset) for shard in range(num_shards)]
         assert members == [*range(offset, num_shards), *range(offset)]
         assert [layout.shard_on(member, offset) for member in members] == list(range(num_shards))
+
+
+@pytest.mark.parametrize("interleave", [1, 2, 4])
+def test_slots_by_local_index_are_those_by_position(interleave: int) -> None:
+    layout = Layout(3, interleave, 4)
+    positions = np.arange(40)
+    for shard in range(3):
+        table = np.array([7, 2, 9, 4])
+        by_position = layout.slots(shard, table, positions)
+        mine = by_position[by_position >= 0]
+        assert layout.slots_of_local(table, np.arange(len(mine))).tolist() == mine.tolist()
+    with pytest.raises(LayoutError, match="the block table has 4 columns, local index 16 lies beyond them"):
+        layout.slots_of_local(table, np.arange(17))

@@ -21,6 +21,16 @@ def test_a_token_lies_at_its_slot_in_its_layer_and_nowhere_else() -> None:
     assert not p.cache(0)[0].any() and not p.cache(0)[1].any()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_read_is_what_the_slots_hold(dtype: torch.dtype) -> None:
+    p = pool(dtype)
+    k, v = torch.randn(4, 2, 5), torch.randn(4, 2, 5)
+    p.write(1, k, v, torch.tensor([11, 0, 5, 6]))
+    got_k, got_v = p.read(1, torch.tensor([5, 11, 5]))
+    assert torch.equal(got_k, k[[2, 0, 2]].to(dtype))
+    assert torch.equal(got_v, v[[2, 0, 2]].to(dtype))
+
+
 def test_tokens_of_other_shards_are_skipped() -> None:
     p = pool()
     k = torch.arange(1.0, 4.0)[:, None, None].expand(3, 2, 5)
