@@ -103,7 +103,7 @@ def _is_whole(path: Path, size: int) -> bool:
 
 def _remove_stale(cache: Path) -> None:
     for scratch in cache.glob(f"{_SCRATCH}*"):
-        with suppress(FileNotFoundError):  # another fetch was quicker
+        with suppress(OSError):  # another fetch was quicker, or it is another user's
             if time.time() - scratch.stat().st_mtime > STALE_S:
                 shutil.rmtree(scratch)
 

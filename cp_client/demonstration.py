@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 from cp_client.async_client import AsyncClient
 from cp_client.cli import build_parser
-from cp_client.default_model import ModelFetchError
 from cp_client.launcher import Cluster, ClusterFailed
+from cp_client.refusals import unless_refused
 from cp_client.up_command import cluster_spec
 from cp_wire import process
-from cp_wire.errors import ConfigRefused, KvloomError
+from cp_wire.errors import KvloomError
 from cp_wire.logs import configure_logging
 
 PROMPT = "Why is the sky blue? Answer in two sentences."
@@ -32,18 +32,14 @@ async def answer(target: str, prompt: str) -> None:
 def demonstrate(words: Sequence[str]) -> int:
     """Returns the exit status; `words` are those of the prompt."""
     configure_logging("demo")
-    try:
-        cluster = Cluster(cluster_spec(build_parser("up").parse_args(["up"])))
-    except ModelFetchError as failure:
-        print(f"kvloom: {failure}", file=sys.stderr)
-        return process.FAILED
-    except ConfigRefused as refusal:
-        print(f"kvloom: {refusal}", file=sys.stderr)
-        return process.REFUSED
+    prompt = " ".join(words) or PROMPT
+    return unless_refused(lambda: _run(Cluster(cluster_spec(build_parser("up").parse_args(["up"]))), prompt))
 
+
+def _run(cluster: Cluster, prompt: str) -> int:
     async def demo() -> int:
         try:
-            await answer(await cluster.start(), " ".join(words) or PROMPT)
+            await answer(await cluster.start(), prompt)
         except (ClusterFailed, KvloomError) as failure:
             print(f"kvloom: {failure}", file=sys.stderr)
             return process.FAILED

@@ -57,15 +57,18 @@ def add_generate_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None
 
 def generate(args: Namespace) -> int:
     """Exit status 0 with the answer on stdout; 2 for a request that can never be served, 1 for the rest."""
+    text: str | None = None
     try:
-        prompt, options = _request_of(args)
+        _refuse_what_text_cannot_show(args)
+        text = _text_of(args)
+        prompt, options = _request_of(args, text)
         with Client(args.target) as client, client.generate(prompt, timeout=args.timeout, **options) as stream:
             if args.json:
                 print(json.dumps(result_of(join(list(stream), stream.seed))))
             else:
                 _print_text(stream)
     except KvloomError as error:
-        print(f"kvloom: {_of_empty_prompt(error, args) or sentence(error, args)}", file=sys.stderr)
+        print(f"kvloom: {_of_empty_prompt(error, args, text) or sentence(error, args)}", file=sys.stderr)
         return REFUSED if isinstance(error, _REFUSALS) else FAILED
     return DONE
 
@@ -115,7 +118,15 @@ def _logprobs(position: Logprobs) -> dict[str, object]:
     return {"logprob": position.sampled, "top": [{"token_id": token, "logprob": logprob} for token, logprob in position.top]}
 
 
-def _request_of(args: Namespace) -> tuple[str | None, Options]:
+def _text_of(args: Namespace) -> str | None:
+    """The prompt as text, read once (a pipe has it no second time); None for token ids."""
+    if args.file is not None:
+        return _read(args.file)
+    text: str | None = args.prompt
+    return text
+
+
+def _request_of(args: Namespace, text: str | None) -> tuple[str | None, Options]:
     options: Options = {
         "max_tokens": args.max_tokens,
         "min_tokens": args.min_tokens,
@@ -135,15 +146,13 @@ def _request_of(args: Namespace) -> tuple[str | None, Options]:
         "top_logprobs": args.top_logprobs,
         "prompt_logprobs": args.prompt_logprobs,
     }
-    _refuse_what_text_cannot_show(args)
     if args.token_ids is not None:
         if args.chat:
             raise InvalidRequest("--chat", "given with --token-ids", "a chat template needs text")
         return None, {**options, "token_ids": args.token_ids}
-    prompt = args.prompt if args.file is None else _read(args.file)
-    if args.chat:
-        return None, {**options, "messages": [{"role": "user", "content": prompt}]}
-    return prompt, options
+    if args.chat and text is not None:
+        return None, {**options, "messages": [{"role": "user", "content": text}]}
+    return text, options
 
 
 def _refuse_what_text_cannot_show(args: Namespace) -> None:
@@ -158,13 +167,12 @@ def _refuse_what_text_cannot_show(args: Namespace) -> None:
             raise InvalidRequest(flag, "given without --json", "plain text has no place for its answer")
 
 
-def _of_empty_prompt(error: KvloomError, args: Namespace) -> str | None:
+def _of_empty_prompt(error: KvloomError, args: Namespace, text: str | None) -> str | None:
     """The refusal of a prompt without tokens, by the name of the argument that has none."""
-    if not isinstance(error, InvalidRequest) or error.field not in ("prompt", "text") or (args.prompt or args.token_ids):
+    if not isinstance(error, InvalidRequest) or error.field not in ("prompt", "text") or text != "":
         return None
-    if args.file is None:
-        return f"PROMPT is empty: {error.limit}"
-    return None if args.file.stat().st_size else f"--file {args.file} is empty: {error.limit}"
+    name = "PROMPT" if args.file is None else f"--file {args.file}"
+    return f"{name} is empty: {error.limit}"
 
 
 def _read(path: Path) -> str:

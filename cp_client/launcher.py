@@ -93,7 +93,9 @@ class Cluster:
         try:
             ends: list[asyncio.Future[Any]] = [self._coordinator.exited, *tasks]
             await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-            if self._coordinator.exited.done():
+            if not self._coordinator.alive:
+                # A grandchild may hold its output, and a rank have found it dead before its last words are read.
+                await self._coordinator.wait()
                 raise ClusterFailed(f"the coordinator has gone: {self._coordinator.why()}", 1)
             for task in tasks:
                 if task.done():

@@ -23,7 +23,7 @@ def add_server_arguments(parser: ArgumentParser, timeout_s: float) -> None:
 
 def sentence(error: KvloomError, args: Namespace) -> str:
     """What to tell about a failed call."""
-    if isinstance(error, DeadlineExceeded):
+    if isinstance(error, DeadlineExceeded) and not error.is_told:
         return f"no whole answer from {args.target} within {args.timeout:g} s (--timeout)"
     return error.message
 

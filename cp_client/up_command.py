@@ -5,20 +5,20 @@ import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, _SubParsersAction
 from pathlib import Path
 
-from cp_client.default_model import ModelFetchError, default_model_path
+from cp_client.default_model import default_model_path
 from cp_client.devices import local_device
-from cp_client.exit_status import DONE, FAILED, REFUSED
+from cp_client.exit_status import DONE
 from cp_client.launcher import REGISTER_S, Cluster, ClusterFailed, ClusterSpec, run_cluster
+from cp_client.refusals import unless_refused
 from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_wire import process
 from cp_wire.effective import settle
-from cp_wire.errors import ConfigRefused
 from cp_wire.flags import SIZES, add_cluster_flags, cluster_argv, cluster_config_from, integer, threads_per_rank
 from cp_wire.host import host_identity, local_host
 from cp_wire.host_memory import available_bytes, max_kv_blocks
 from cp_wire.logs import configure_logging
-from model_files import ModelRefused, open_model
+from model_files import open_model
 
 DEFAULT_SIZES = {"pcp": 2, "dcp": 2}
 """Shape of a cluster for the bundled model when no size is given."""
@@ -54,31 +54,19 @@ def _no_gateway(text: str) -> int:
 def up(args: Namespace) -> int:
     """Runs until SIGINT or SIGTERM; exit status 0 then, 2 for a refused configuration, 1 for a failure."""
     configure_logging("launcher")
-    cluster: Cluster | None = None
+    return unless_refused(lambda: _run(Cluster(cluster_spec(args))))
 
-    def kill() -> None:
-        if cluster is not None:
-            cluster.kill()
 
-    try:
-        cluster = Cluster(cluster_spec(args))
-        started = cluster
+def _run(cluster: Cluster) -> int:
+    async def main() -> int:
+        try:
+            await run_cluster(cluster, lambda address: print(f"ready grpc={address}", flush=True))
+        except ClusterFailed as failure:
+            print(f"kvloom: {failure}", file=sys.stderr)
+            return failure.status
+        return DONE
 
-        async def main() -> int:
-            try:
-                await run_cluster(started, lambda address: print(f"ready grpc={address}", flush=True))
-            except ClusterFailed as failure:
-                print(f"kvloom: {failure}", file=sys.stderr)
-                return failure.status
-            return DONE
-
-        return process.run(main, on_second_signal=kill)
-    except (ConfigRefused, LayoutError, ModelRefused) as refusal:
-        print(f"kvloom: {refusal}", file=sys.stderr)
-        return REFUSED
-    except ModelFetchError as failure:
-        print(f"kvloom: {failure}", file=sys.stderr)
-        return FAILED
+    return process.run(main, on_second_signal=cluster.kill)
 
 
 def cluster_spec(args: Namespace) -> ClusterSpec:

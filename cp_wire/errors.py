@@ -25,7 +25,8 @@ class KvloomError(Exception):
     """Anything the services answer instead of a result.
 
     `code` is the gRPC status, `reason` a stable upper-case word, `retryable` whether the same call may succeed later,
-    `retry_after_s` when (None: no advice).
+    `retry_after_s` when (None: no advice). `is_told` is set on an error that the peer itself has told with its reason; without
+    it, gRPC of either side may have made it up: an own deadline, a broken connection.
     """
 
     code: ClassVar[grpc.StatusCode] = Code.UNKNOWN
@@ -36,6 +37,7 @@ class KvloomError(Exception):
         super().__init__(message)
         self.message = message
         self.retry_after_s = retry_after_s
+        self.is_told = False
 
 
 class InvalidRequest(KvloomError):
@@ -215,6 +217,7 @@ def from_status(status: status_pb2.Status) -> KvloomError:
         return _from_code(code, status.message)
     retry_after_s = retry.retry_delay.ToMilliseconds() / 1000 if retry.HasField("retry_delay") else None
     error = _bare(cls, status.message, retry_after_s)
+    error.is_told = True
     if isinstance(error, InvalidRequest) and bad.field_violations:
         violation = bad.field_violations[0]
         error.field, error.limit, error.value = violation.field, violation.description, info.metadata["value"]

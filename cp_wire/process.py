@@ -13,6 +13,8 @@ import uvloop
 from cp_layout.errors import LayoutError
 from cp_wire.errors import ConfigRefused, InvalidRequest, KvloomError
 
+LAST_STANDARD_FD = 2
+
 DONE, FAILED, REFUSED = 0, 1, 2
 """Exit statuses."""
 
@@ -32,6 +34,7 @@ def run(
     becomes the last line on stderr, `fatal: MESSAGE`: status 2 for a refusal (ConfigRefused, InvalidRequest, LayoutError
     and `refusals`, what else the process's own packages refuse with), 1 for the rest.
     """
+    _open_standard_descriptors()
     try:
         return uvloop.run(_until_signal(main, on_second_signal))
     except Exception as error:
@@ -40,9 +43,22 @@ def run(
 
 def leave(status: int) -> NoReturn:
     """Ends the process at once, with all output written but without the interpreter's own clean-up."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # None: the caller has closed it
+            stream.flush()
     os._exit(status)
+
+
+def _open_standard_descriptors() -> None:
+    """Puts /dev/null where the caller has closed stdin, stdout or stderr (`… >&-`).
+
+    Otherwise the event loop's own files would get these numbers, which libuv takes for a fault and aborts.
+    """
+    fd = os.open(os.devnull, os.O_RDWR)
+    while fd <= LAST_STANDARD_FD:
+        os.set_inheritable(fd, True)
+        fd = os.open(os.devnull, os.O_RDWR)
+    os.close(fd)
 
 
 def report(error: Exception, refusals: tuple[type[Exception], ...] = ()) -> int:

@@ -84,7 +84,10 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             self.lane_closed.set()
 
     def end_lane(self) -> None:
-        """Ends the lane in good order, whatever the worker does: no further command is run, no further answer is sent."""
+        """Ends the lane with status OK, whatever the worker does: no further command is run, no further answer is sent.
+
+        A coordinator that is writing a command at that moment may see a broken call instead.
+        """
         self._stopping = True
         if self._lane is not None and not self.lane_closed.is_set():
             self._lane.cancel()

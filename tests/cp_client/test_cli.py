@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -321,6 +322,13 @@ def test_a_timeout_that_passes_says_how_long_it_was(fake, target, capsys):
     assert capsys.readouterr() == ("a\n", f"kvloom: no whole answer from {target} within 0.25 s (--timeout)\n")
 
 
+@pytest.mark.parametrize("words", [["generate", "hi"], ["generate", "--json", "hi"]], ids=" ".join)
+def test_a_deadline_of_the_servers_own_is_told_in_its_words(fake, target, capsys, words):
+    fake.script = [errors.DeadlineExceeded("the prompt was not tokenised within 120 s")]
+    assert main([*words, "--target", target]) == 1
+    assert capsys.readouterr() == ("", "kvloom: the prompt was not tokenised within 120 s\n")
+
+
 @pytest.mark.parametrize("text", ["127.0.0.1:50051", "localhost:1", "[::1]:65535", "node-3.example:80"])
 def test_a_target_is_host_and_port(text):
     assert build_parser("status").parse_args(["status", "--target", text]).target == text
@@ -347,6 +355,20 @@ def test_anything_else_is_no_target(command, text, said, capsys):
         main([command, "--target", text, *(["hi"] if command == "generate" else [])])
     assert stopped.value.code == 2
     assert f"kvloom: argument --target: {text!r} {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["much", ""])
+def test_a_piped_prompt_is_called_empty_only_if_it_is(fake, target, capsys, tmp_path, content):
+    """A pipe has no size, and what was read from it is there no second time."""
+    fake.script = [errors.InvalidRequest("prompt", "70000 tokens", "at most 4095 tokens")]
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(content,), daemon=True)
+    writer.start()
+    assert main(["generate", "--target", target, "--file", str(pipe)]) == 2
+    writer.join(DEADLINE_S)
+    said = "prompt is 70000 tokens" if content else f"--file {pipe} is empty"
+    assert capsys.readouterr().err == f"kvloom: {said}: at most 4095 tokens\n"
 
 
 @pytest.mark.parametrize("field", ["prompt", "text"])

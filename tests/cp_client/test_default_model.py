@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -74,6 +75,24 @@ def test_fetch_removes_what_a_killed_one_has_left(registry: Path, tmp_path: Path
     os.utime(old, (0, 0))
     fetch(MODEL, tmp_path)
     assert sorted(tmp_path.iterdir()) == sorted([registry, young, tmp_path / MODEL.file_name])
+
+
+def test_what_another_user_has_left_is_in_nobodys_way(registry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    build_wheel(registry)
+    theirs, ours = tmp_path / ".fetch-theirs", tmp_path / ".fetch-ours"
+    for scratch in (theirs, ours):
+        scratch.mkdir()
+        os.utime(scratch, (0, 0))
+    remove = shutil.rmtree
+
+    def rmtree(path: Path, *rest: object, **named: object) -> None:
+        if Path(path) == theirs:
+            raise PermissionError(13, "Permission denied", str(path))
+        remove(path, *rest, **named)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    assert fetch(MODEL, tmp_path).read_bytes() == CONTENT
+    assert theirs.exists() and not ours.exists()
 
 
 @pytest.mark.cluster

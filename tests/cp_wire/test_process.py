@@ -61,6 +61,20 @@ def test_a_process_leaves_with_its_output_but_without_clean_up():
     assert (child.returncode, child.stdout) == (3, "said\n")
 
 
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_process_runs_without_the_streams_that_its_caller_has_closed(closed):
+    code = HEAD + "async def main():\n    return 7\nprocess.leave(process.run(main))"
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", sys.executable, "-c", code]
+    assert subprocess.run(shell, timeout=20, check=False, capture_output=True).returncode == 7
+
+
+def test_what_it_starts_finds_its_closed_streams_open():
+    body = "os.execvp('sh', ['sh', '-c', 'echo lost && echo lost >&2 && cat'])"
+    code = HEAD + f"async def main():\n    {body}\nprocess.run(main)"
+    shell = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, "-c", code]
+    assert subprocess.run(shell, timeout=20, check=False, capture_output=True).returncode == 0
+
+
 def test_k9_a_process_names_what_else_is_a_refusal(capsys):
     class ShelfRefused(ValueError):
         pass

@@ -208,6 +208,18 @@ async def test_k8_a_stopping_rank_ends_its_lane_whatever_the_worker_does(rank):
         release.set()
 
 
+async def test_k8_a_stopping_rank_ends_a_lane_that_waits_for_commands(rank):
+    stub, servicer, executor = rank
+    lane = Lane(stub)
+    await lane.send(step=rank_pb2.StepPlan(ticket=1))
+    coming = asyncio.ensure_future(lane.stream.read())
+    servicer.end_lane()
+    assert await coming is grpc.aio.EOF
+    assert await lane.stream.code() is grpc.StatusCode.OK
+    assert servicer.lane_closed.is_set()
+    assert executor.plans == [1]
+
+
 async def test_k8_a_stopping_rank_takes_no_lane(rank):
     stub, servicer, executor = rank
     servicer.end_lane()
