@@ -8,7 +8,7 @@ from itertools import count
 from typing import Any
 
 from coordinator.admission import Admission
-from coordinator.choice import COMPUTABLE, GATHERS, Replicas
+from coordinator.choice import GATHERS, Replicas, computable
 from coordinator.cluster import SchedulingSet, scheduling_sets
 from coordinator.control_service import ControlServicer
 from coordinator.dispatch import Dispatcher
@@ -16,7 +16,6 @@ from coordinator.engine import Engine
 from coordinator.faults import StartFailed
 from coordinator.inference_service import InferenceServicer
 from coordinator.limits import Limits
-from coordinator.plan import DecodeMode
 from coordinator.predict import StepPredictor, layer_parameters, prior_seconds_per_token
 from coordinator.pricing import Pricing
 from coordinator.rank_set import RankSet
@@ -147,7 +146,7 @@ class Coordinator:
         config = self._config
         bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting)
         predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp))
-        ways = COMPUTABLE if self._shape.mla is None else frozenset({DecodeMode.REPLICATED})
+        ways = computable(latent=self._shape.mla is not None)
         replicas = Replicas(config.pcp, config.dcp, ways, GATHERS[config.pcp_gather])
         parameters = layer_parameters(self._shape)
         pricing = Pricing(CostModel.of(self._shape, grid_of(config), parameters, config.dtype, config.kv_cache_dtype))

@@ -10,8 +10,10 @@ from coordinator.plan import NOTHING_CHOSEN, DecodeMode, Gather, Row
 from coordinator.request import Request
 from cp_layout.cost import COST_VERSION, CostModel, Rates, StepFacts, Work, seconds
 
-COMPUTABLE = frozenset({DecodeMode.REPLICATED, DecodeMode.OWNER, DecodeMode.SPLIT})
-"""The ways that ranks can compute a step in; SPLIT not with latent attention."""
+
+def computable(latent: bool) -> frozenset[DecodeMode]:
+    """The ways that ranks can compute a step in; latent: of a model with latent attention."""
+    return frozenset(DecodeMode) - {DecodeMode.SPLIT} if latent else frozenset(DecodeMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +22,8 @@ class Replicas:
 
     pcp: int = 1
     dcp: int = 1
-    ways: frozenset[DecodeMode] = COMPUTABLE
-    """REPLICATED is always allowed."""
+    ways: frozenset[DecodeMode] = frozenset({DecodeMode.REPLICATED})
+    """What ranks can do; REPLICATED is always among it."""
     gather: Gather = Gather.NONE
     """What prefill rows have to gather; NONE = whatever is cheaper."""
 

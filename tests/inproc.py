@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from coordinator.choice import COMPUTABLE, Replicas
+from coordinator.choice import Replicas, computable
 from coordinator.plan import DecodeMode, Gather, Sampling, ScheduledStep
 from coordinator.request import Request
 from coordinator.scheduler import Progress, Scheduler, SchedulerConfig
@@ -45,7 +45,7 @@ class Shape:
     dtype: str = "float32"
     kv_dtype: str = "float32"
     ways: frozenset[DecodeMode] | None = None
-    """None = all that the ranks can compute."""
+    """What the scheduler may choose; None = all that ranks can do."""
     pcp_gather: Gather = Gather.NONE
     """What prefill rows have to gather; NONE = as the scheduler chooses."""
     always_owner: bool = False
@@ -111,13 +111,12 @@ class InprocCluster:
         self._handle = 0
         self._prefills: dict[int, int] = {}
         self._bring_up()
-        computable = COMPUTABLE if files.shape.mla is None else frozenset({DecodeMode.REPLICATED})
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.budget, max_waiting=1000),
             self.layout,
             shape.blocks,
             identity=b"inproc",
-            replicas=Replicas(shape.pcp, shape.dcp, shape.ways or computable, shape.pcp_gather),
+            replicas=Replicas(shape.pcp, shape.dcp, shape.ways or computable(files.shape.mla is not None), shape.pcp_gather),
         )
 
     def close(self) -> None:

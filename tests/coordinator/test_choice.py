@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.choice import COMPUTABLE, Choice, Prices, Replicas, choose, facts_of, work_of
+from coordinator.choice import Choice, Prices, Replicas, choose, computable, facts_of, work_of
 from coordinator.plan import DecodeMode, Gather, Row, Sampling
 from coordinator.request import Request
 from cp_layout.cost import COST_VERSION, CostModel, Rates, StepFacts
@@ -76,8 +76,9 @@ def test_nothing_is_chosen_that_is_not_allowed(decode: int, prefill: int, ways: 
     assert not (choice.decode_mode is SPLIT and prefill)
 
 
-def test_every_set_can_run_replicated() -> None:
-    assert REPLICATED in COMPUTABLE
+def test_every_set_can_run_replicated_and_deals_rows_out_unless_they_are_latent() -> None:
+    assert computable(latent=True) == {REPLICATED}
+    assert {REPLICATED, OWNER} <= computable(latent=False)
 
 
 def chunk(new: int, context: int) -> StepFacts:
