@@ -16,6 +16,8 @@ class SchedulingSet:
     """Pool member of each rank, in the order of `ranks`; ranks with equal members hold the same block ids."""
     groups: dict[str, tuple[int, ...]]
     """Collective groups of more than one rank, by name (see `Grid.named_groups`), ranks in group order."""
+    replica_group: str | None = None
+    """Name of a group over whose members replicas exchange rows or keys, one of several alike; None where there is no other."""
 
     def member_of(self, rank: int) -> int:
         """Pool member of a rank of this set; `ValueError` for a rank of another set."""
@@ -34,6 +36,7 @@ def scheduling_sets(grid: Grid) -> tuple[SchedulingSet, ...]:
                 ranks=ranks,
                 members=tuple(grid.dcp_member(rank) for rank in ranks),
                 groups={name: group for name, group in named.items() if group[0] in ranks},
+                replica_group=None if grid.pcp == 1 else grid.group_name("dcp" if grid.dcp > 1 else "pcp", ranks[0]),
             )
         )
     return tuple(sets)

@@ -15,6 +15,7 @@ RESULT_OF = {
     "configure": "configured",
     "allocate_pool": "pool_allocated",
     "prepare_group": "group_prepared",
+    "measure_group": "group_measured",
     "open_group": "group_opened",
     "step": "step",
     "reset": "reset_done",
@@ -137,7 +138,7 @@ class Lane:
 
 
 def _operation(kind: str, command: Any) -> str:
-    return f"{kind} {command.group}" if kind in ("prepare_group", "open_group") else kind
+    return f"{kind} {command.group}" if kind in ("prepare_group", "open_group", "measure_group") else kind
 
 
 def _why(error: Exception) -> str:

@@ -1,7 +1,7 @@
 """The life of one scheduling set: ranks join, groups open, steps run, something breaks, and again."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
@@ -10,6 +10,7 @@ from coordinator import bring_up
 from coordinator.cluster import SchedulingSet
 from coordinator.engine import Engine
 from coordinator.faults import COLLECTIVE_FAILED, CommandFailed, CommandTimedOut, RankFault, start_failure
+from coordinator.link_measure import measure
 from coordinator.monitor import watch
 from coordinator.rank_link import RankLink
 from coordinator.tasks import Background
@@ -175,12 +176,23 @@ class RankSet:
         if not first_time:
             await bring_up.reset(list(links.values()), self._timings)
         await bring_up.open_groups(self.spec.groups, links, self._timings)
+        await self._measure(self.engine, links)
         for seat in self.seats.values():
             seat.state = "ready"
         self.ready = self._was_ready = True
         log.info("set serves", set=self.spec.index, epoch=self.epoch, blocks=self._pool_blocks)
         self._on_change()
         await self.engine.run([link.lane for link in links.values()])
+
+    async def _measure(self, engine: Engine, links: Mapping[int, RankLink]) -> None:
+        """Once: later steps say more than another measurement would."""
+        group = self.spec.replica_group
+        if group is None or engine.pricing.link is not None:
+            return
+        link = await measure(group, self.spec.groups[group], links, self._timings)
+        if link is not None:
+            engine.pricing.take_link(link)
+            log.info("link measured", set=self.spec.index, group=group, latency_s=link.latency_s, s_per_byte=link.s_per_byte)
 
     async def _wait_for_cause(self, fault: BaseException | None) -> None:
         """Survivors of a lost rank may say so before its lane ends: the one to name is the lost one."""

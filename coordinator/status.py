@@ -44,10 +44,28 @@ def cluster_status(
         ],
         kv_capacity_tokens=sum(group_capacity_tokens(layout, home.pool_blocks) for home in sets),
     )
+    status.links.extend(link for home in sets for link in _links(home))
     status.prefix_cache.hit_unit_tokens = layout.virtual_block_size
     for name in ("queried_tokens", "hit_tokens", "recomputed_tokens", "preemptions"):
         setattr(status.prefix_cache, name, sum(getattr(counters, name) for counters in stats))
     return status
+
+
+def _links(home: RankSet) -> list[coordinator_pb2.LinkStatus]:
+    """What is known of the exchanges between a set's replicas; nothing before it was measured."""
+    measured = home.engine.pricing.link if home.engine is not None else None
+    if home.engine is None or measured is None:
+        return []
+    rates = home.engine.pricing.prices.rates
+    return [
+        coordinator_pb2.LinkStatus(
+            group=home.spec.replica_group or "",
+            measured_latency_us=1e6 * measured.latency_s,
+            measured_bytes_per_s=1 / measured.s_per_byte,
+            latency_us=1e6 * rates.round,
+            bytes_per_s=1 / rates.wire_byte,
+        )
+    ]
 
 
 def _rank(home: RankSet, seat: Seat) -> coordinator_pb2.RankStatus:

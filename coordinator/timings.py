@@ -23,6 +23,8 @@ class Timings:
     """Any other command, also one that queues behind a collective that has to time out first."""
     open_group_s: float = 30.0
     """Until all members of a group have met."""
+    measure_s: float = 3.0
+    """Timing the exchanges of a set's replicas, once, before it serves."""
     cause_s: float = 0.2
     """After a rank's collective has failed: for signs of another rank's end, which would be the cause."""
     text_s: float = 30.0

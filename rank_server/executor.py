@@ -17,6 +17,7 @@ from rank_server.device import POOL_SHARE, free_bytes, room_on
 from rank_server.draws import answer
 from rank_server.flows.table import Ways, check_way
 from rank_server.kv_pool import KvPool
+from rank_server.link_timing import time_all_gather
 from rank_server.models.decoder import SplitGroups
 from rank_server.models.table import build_model, load_weights, resident_weights, up_projections
 from rank_server.penalties import TokenHistory
@@ -139,6 +140,15 @@ class Executor:
         self._groups[name] = self._require_backend().open(name, ranks, self.place.rank, bootstrap, timeout_s)
         self._model = self._ways = None
         return rank_pb2.GroupOpened()
+
+    def measure_group(self, name: str, payload_bytes: int, repeats: int, timeout_s: float) -> rank_pb2.GroupMeasured:
+        """Times exchanges of an open group, together with its other members."""
+        if name not in self._groups:
+            raise PlanRefused(f"group {name} is not open")
+        group = self._groups[name]
+        group.set_timeout(timeout_s)
+        seconds = time_all_gather(group, payload_bytes, repeats, self.place.device, self._progress)
+        return rank_pb2.GroupMeasured(seconds=seconds)
 
     def reset(self) -> rank_pb2.ResetDone:
         """Forgets all requests and leaves all groups; weights and pool stay."""

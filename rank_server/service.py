@@ -150,6 +150,11 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 return "group_opened", lambda: executor.open_group(
                     opened.group, list(opened.ranks), opened.bootstrap, opened.timeout_ms / 1000
                 )
+            case "measure_group":
+                asked = request.measure_group
+                return "group_measured", lambda: executor.measure_group(
+                    asked.group, asked.payload_bytes, asked.repeats, asked.timeout_ms / 1000
+                )
             case "reset":
                 return "reset_done", executor.reset
             case _:

@@ -580,6 +580,37 @@ class StepCount(google.protobuf.message.Message):
 global___StepCount = StepCount
 
 @typing.final
+class LinkStatus(google.protobuf.message.Message):
+    """What a collective of a set's replicas costs."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    MEASURED_LATENCY_US_FIELD_NUMBER: builtins.int
+    MEASURED_BYTES_PER_S_FIELD_NUMBER: builtins.int
+    LATENCY_US_FIELD_NUMBER: builtins.int
+    BYTES_PER_S_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    measured_latency_us: builtins.float
+    """As measured when the group was opened: seconds of a round without payload, and bytes per second that each member receives."""
+    measured_bytes_per_s: builtins.float
+    latency_us: builtins.float
+    """The same as the steps since then have corrected them."""
+    bytes_per_s: builtins.float
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        measured_latency_us: builtins.float = ...,
+        measured_bytes_per_s: builtins.float = ...,
+        latency_us: builtins.float = ...,
+        bytes_per_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_s", b"bytes_per_s", "group", b"group", "latency_us", b"latency_us", "measured_bytes_per_s", b"measured_bytes_per_s", "measured_latency_us", b"measured_latency_us"]) -> None: ...
+
+global___LinkStatus = LinkStatus
+
+@typing.final
 class PrefixCacheStatus(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -621,6 +652,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     PREFIX_CACHE_FIELD_NUMBER: builtins.int
     KV_CAPACITY_TOKENS_FIELD_NUMBER: builtins.int
     STEP_COUNTS_FIELD_NUMBER: builtins.int
+    LINKS_FIELD_NUMBER: builtins.int
     running: builtins.int
     waiting: builtins.int
     state: builtins.str
@@ -639,6 +671,10 @@ class GetStatusResponse(google.protobuf.message.Message):
     def prefix_cache(self) -> global___PrefixCacheStatus: ...
     @property
     def step_counts(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StepCount]: ...
+    @property
+    def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LinkStatus]:
+        """One per set that has a choice: more than one replica."""
+
     def __init__(
         self,
         *,
@@ -652,9 +688,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         prefix_cache: global___PrefixCacheStatus | None = ...,
         kv_capacity_tokens: builtins.int = ...,
         step_counts: collections.abc.Iterable[global___StepCount] | None = ...,
+        links: collections.abc.Iterable[global___LinkStatus] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["config", b"config", "prefix_cache", b"prefix_cache", "step_times", b"step_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["config", b"config", "groups", b"groups", "kv_capacity_tokens", b"kv_capacity_tokens", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "running", b"running", "state", b"state", "step_counts", b"step_counts", "step_times", b"step_times", "waiting", b"waiting"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "groups", b"groups", "kv_capacity_tokens", b"kv_capacity_tokens", "links", b"links", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "running", b"running", "state", b"state", "step_counts", b"step_counts", "step_times", b"step_times", "waiting", b"waiting"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
 

@@ -26,6 +26,7 @@ class ExecuteRequest(google.protobuf.message.Message):
     OPEN_GROUP_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     RESET_FIELD_NUMBER: builtins.int
+    MEASURE_GROUP_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     """1, 2, 3, … per lane; a gap is refused."""
     epoch: builtins.int
@@ -44,6 +45,8 @@ class ExecuteRequest(google.protobuf.message.Message):
     def step(self) -> global___StepPlan: ...
     @property
     def reset(self) -> global___Reset: ...
+    @property
+    def measure_group(self) -> global___MeasureGroup: ...
     def __init__(
         self,
         *,
@@ -56,10 +59,11 @@ class ExecuteRequest(google.protobuf.message.Message):
         open_group: global___OpenGroup | None = ...,
         step: global___StepPlan | None = ...,
         reset: global___Reset | None = ...,
+        measure_group: global___MeasureGroup | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["allocate_pool", b"allocate_pool", "command", b"command", "configure", b"configure", "open_group", b"open_group", "prepare_group", b"prepare_group", "reset", b"reset", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["allocate_pool", b"allocate_pool", "command", b"command", "configure", b"configure", "epoch", b"epoch", "instance", b"instance", "open_group", b"open_group", "prepare_group", b"prepare_group", "reset", b"reset", "sequence", b"sequence", "step", b"step"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["configure", "allocate_pool", "prepare_group", "open_group", "step", "reset"] | None: ...
+    def HasField(self, field_name: typing.Literal["allocate_pool", b"allocate_pool", "command", b"command", "configure", b"configure", "measure_group", b"measure_group", "open_group", b"open_group", "prepare_group", b"prepare_group", "reset", b"reset", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["allocate_pool", b"allocate_pool", "command", b"command", "configure", b"configure", "epoch", b"epoch", "instance", b"instance", "measure_group", b"measure_group", "open_group", b"open_group", "prepare_group", b"prepare_group", "reset", b"reset", "sequence", b"sequence", "step", b"step"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["command", b"command"]) -> typing.Literal["configure", "allocate_pool", "prepare_group", "open_group", "step", "reset", "measure_group"] | None: ...
 
 global___ExecuteRequest = ExecuteRequest
 
@@ -78,6 +82,7 @@ class ExecuteResponse(google.protobuf.message.Message):
     GROUP_OPENED_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     RESET_DONE_FIELD_NUMBER: builtins.int
+    GROUP_MEASURED_FIELD_NUMBER: builtins.int
     sequence: builtins.int
     epoch: builtins.int
     instance: builtins.str
@@ -97,6 +102,8 @@ class ExecuteResponse(google.protobuf.message.Message):
     def step(self) -> global___StepResult: ...
     @property
     def reset_done(self) -> global___ResetDone: ...
+    @property
+    def group_measured(self) -> global___GroupMeasured: ...
     def __init__(
         self,
         *,
@@ -111,10 +118,11 @@ class ExecuteResponse(google.protobuf.message.Message):
         group_opened: global___GroupOpened | None = ...,
         step: global___StepResult | None = ...,
         reset_done: global___ResetDone | None = ...,
+        group_measured: global___GroupMeasured | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["configured", b"configured", "error", b"error", "group_opened", b"group_opened", "group_prepared", b"group_prepared", "pool_allocated", b"pool_allocated", "reset_done", b"reset_done", "result", b"result", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["configured", b"configured", "epoch", b"epoch", "error", b"error", "group_opened", b"group_opened", "group_prepared", b"group_prepared", "instance", b"instance", "pool_allocated", b"pool_allocated", "reset_done", b"reset_done", "result", b"result", "sequence", b"sequence", "step", b"step", "worker_us", b"worker_us"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "configured", "pool_allocated", "group_prepared", "group_opened", "step", "reset_done"] | None: ...
+    def HasField(self, field_name: typing.Literal["configured", b"configured", "error", b"error", "group_measured", b"group_measured", "group_opened", b"group_opened", "group_prepared", b"group_prepared", "pool_allocated", b"pool_allocated", "reset_done", b"reset_done", "result", b"result", "step", b"step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["configured", b"configured", "epoch", b"epoch", "error", b"error", "group_measured", b"group_measured", "group_opened", b"group_opened", "group_prepared", b"group_prepared", "instance", b"instance", "pool_allocated", b"pool_allocated", "reset_done", b"reset_done", "result", b"result", "sequence", b"sequence", "step", b"step", "worker_us", b"worker_us"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "configured", "pool_allocated", "group_prepared", "group_opened", "step", "reset_done", "group_measured"] | None: ...
 
 global___ExecuteResponse = ExecuteResponse
 
@@ -298,6 +306,51 @@ class GroupOpened(google.protobuf.message.Message):
     ) -> None: ...
 
 global___GroupOpened = GroupOpened
+
+@typing.final
+class MeasureGroup(google.protobuf.message.Message):
+    """Time all-gathers of an open group. Every member gets the same command."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    REPEATS_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    group: builtins.str
+    payload_bytes: builtins.int
+    """What each member brings to one all-gather."""
+    repeats: builtins.int
+    """Timed calls; one more goes before them."""
+    timeout_ms: builtins.int
+    """Bound on each of them."""
+    def __init__(
+        self,
+        *,
+        group: builtins.str = ...,
+        payload_bytes: builtins.int = ...,
+        repeats: builtins.int = ...,
+        timeout_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["group", b"group", "payload_bytes", b"payload_bytes", "repeats", b"repeats", "timeout_ms", b"timeout_ms"]) -> None: ...
+
+global___MeasureGroup = MeasureGroup
+
+@typing.final
+class GroupMeasured(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SECONDS_FIELD_NUMBER: builtins.int
+    seconds: builtins.float
+    """Median on this member."""
+    def __init__(
+        self,
+        *,
+        seconds: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["seconds", b"seconds"]) -> None: ...
+
+global___GroupMeasured = GroupMeasured
 
 @typing.final
 class Reset(google.protobuf.message.Message):

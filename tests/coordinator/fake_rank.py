@@ -89,6 +89,9 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         self.pool_is_settled: bool | None = None
         self.load_fraction = 0.0
         self.groups: dict[str, list[int]] = {}
+        self.latency_s, self.bytes_per_s = 1e-4, 1e9
+        self.measured: list[int] = []
+        """Payloads of the exchanges that were timed."""
         self.config: common_pb2.ClusterConfig | None = None
         self._epoch = 0
         self._running = 0
@@ -228,6 +231,14 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
             raise Refused(f"{opened.group} is open or has a strange bootstrap {opened.bootstrap!r}")
         self.groups[opened.group] = list(opened.ranks)
         response.group_opened.SetInParent()
+
+    def _measure_group(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
+        asked = request.measure_group
+        if asked.group not in self.groups:
+            raise Refused(f"{asked.group} is not open")
+        self.measured.append(asked.payload_bytes)
+        received = (len(self.groups[asked.group]) - 1) * asked.payload_bytes
+        response.group_measured.seconds = (self.latency_s + received / self.bytes_per_s) * (1 + self.rank / 8)
 
     def _reset(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
         self.groups.clear()
