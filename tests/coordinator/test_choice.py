@@ -76,9 +76,9 @@ def test_nothing_is_chosen_that_is_not_allowed(decode: int, prefill: int, ways: 
     assert not (choice.decode_mode is SPLIT and prefill)
 
 
-def test_every_set_can_run_replicated_and_deals_rows_out_unless_they_are_latent() -> None:
-    assert computable(latent=True) == {REPLICATED}
-    assert {REPLICATED, OWNER} <= computable(latent=False)
+def test_latent_rows_are_not_split() -> None:
+    assert computable(latent=False) == EVERY_WAY
+    assert computable(latent=True) == {REPLICATED, OWNER}
 
 
 def chunk(new: int, context: int) -> StepFacts:
