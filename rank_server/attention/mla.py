@@ -87,10 +87,11 @@ def expanded(
 def paged_reader(cache: Tensor, block_table: Tensor) -> Read:
     """Reads a request's latents on this shard out of cache [num_blocks, B, dc + dr]; what it gives is a copy."""
     b = cache.shape[1]
+    table = block_table.to(cache.device)  # kept in host memory
 
     def read(first: int, last: int) -> Tensor:
         column = first // b
-        blocks = cache.index_select(0, block_table[column : -(-last // b)]).flatten(0, 1)
+        blocks = cache.index_select(0, table[column : -(-last // b)]).flatten(0, 1)
         return blocks[first - column * b : last - column * b]
 
     return read
