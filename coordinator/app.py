@@ -146,8 +146,9 @@ class Coordinator:
         config = self._config
         bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting)
         predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp))
-        ways = computable(latent=self._shape.mla is not None)
-        replicas = Replicas(config.pcp, config.dcp, ways, GATHERS[config.pcp_gather])
+        latent = self._shape.mla is not None
+        gather = GATHERS[config.pcp_gather if config.mla_gather == "auto" else config.mla_gather]
+        replicas = Replicas(config.pcp, config.dcp, computable(latent), gather, latent)
         parameters = layer_parameters(self._shape)
         pricing = Pricing(CostModel.of(self._shape, grid_of(config), parameters, config.dtype, config.kv_cache_dtype))
         scheduler = Scheduler(bounds, self._layout, pool_blocks, self._identity, replicas, pricing)

@@ -26,6 +26,8 @@ class Replicas:
     """What ranks can do; REPLICATED is always among it."""
     gather: Gather = Gather.NONE
     """What prefill rows have to gather; NONE = whatever is cheaper."""
+    latent: bool = False
+    """Whether a token's KV is one latent."""
 
     @property
     def owner_keeps_output(self) -> bool:
@@ -81,7 +83,7 @@ def choose(facts: StepFacts, replicas: Replicas, prices: Prices | None = None, b
     prices: None = nothing is known, then SPLIT and gather Q. bound: a row can be computed by its owner alone.
     """
     if replicas.pcp == 1:
-        return Choice()
+        return _one_replica(facts, replicas, prices)
     dealt = facts.prefill_rows > 0 or facts.decode_rows >= replicas.pcp or bound
     if dealt and DecodeMode.OWNER in replicas.ways:
         return _owner(facts, replicas, prices)
@@ -92,6 +94,19 @@ def choose(facts: StepFacts, replicas: Replicas, prices: Prices | None = None, b
     split, replicated = (prices.seconds(way(facts)) for way in (prices.model.split, prices.model.replicated))
     mode = DecodeMode.SPLIT if split <= replicated else DecodeMode.REPLICATED
     return Choice(mode, cost_version=COST_VERSION)
+
+
+def _one_replica(facts: StepFacts, replicas: Replicas, prices: Prices | None) -> Choice:
+    """Nobody to share with. But latents, all of which every TP member needs, may be gathered where prefill rows read them."""
+    gathers = replicas.latent and replicas.dcp > 1 and facts.prefill_rows > 0 and DecodeMode.OWNER in replicas.ways
+    if not gathers or replicas.gather is Gather.Q:
+        return Choice()
+    if replicas.gather is Gather.KV:
+        return Choice(DecodeMode.OWNER, Gather.KV)
+    if prices is None:
+        return Choice()
+    q, kv = (prices.seconds(way(facts)) for way in (prices.model.replicated, prices.model.owner_kv))
+    return Choice(DecodeMode.OWNER, Gather.KV, COST_VERSION) if kv < q else Choice(cost_version=COST_VERSION)
 
 
 def work_of(choice: Choice, facts: StepFacts, model: CostModel) -> Work:

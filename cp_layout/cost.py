@@ -5,8 +5,8 @@ decides uses this: ranks obey a plan and never look here.
 
 Notation: P = pcp, N = dcp = P·d or 1, h = Q heads of a rank, H = h·d; S_q and S_ctx = new and cached tokens of the prefill
 rows; e, e_o and e_kv = bytes of activations, partial outputs and cache. A query head has the width w_q, a partial output w_o
-(both head_dim; latent attention: dc + dr and dc), a token's KV in one layer of a rank w_kv (2 · KV heads · head_dim; dc + dr).
-Per layer, of prefill rows, a rank receives
+(both head_dim; latent attention: dc + dr, and dc or, with d = 1, dv if that is less), a token's KV in one layer of a rank w_kv
+(2 · KV heads · head_dim; dc + dr). Per layer, of prefill rows, a rank receives
 
     gather Q     (N−1)/P · S_q · (h·(w_q·e + w_o·e_o + 4) + w_kv·e)             in 2 rounds
     gather KV    (P−1)/P · S_q · w_kv·e  +  (N−1)/N · S_ctx · w_kv·e_kv         in 1 round and 1 per workspace of context
@@ -22,7 +22,7 @@ from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_layout.model_shape import DTYPE_BYTES, ModelShape
 
-COST_VERSION = 1
+COST_VERSION = 2
 """Changes whenever the same numbers may lead to another choice."""
 
 PARTIAL_BYTES = 4
@@ -98,6 +98,12 @@ class CostModel:
     """w_q."""
     output_width: int
     """w_o."""
+    pair_width: int
+    """Multiplications of one (query, key) pair per head, with a query that can travel."""
+    own_pair_width: int
+    """The same where keys have come to the query: of latents they are expanded."""
+    expansion: int
+    """Multiplications per head that expanding one latent takes."""
     kv_width: int
     """w_kv."""
     activation_bytes: int
@@ -114,6 +120,15 @@ class CostModel:
             if name not in DTYPE_BYTES:
                 raise LayoutError(f"dtype {name!r} is not one of {', '.join(DTYPE_BYTES)}")
         mla = shape.mla
+        if mla is None:
+            query = output = shape.head_dim
+            pair, own_pair, expansion = 2 * shape.head_dim, 2 * shape.head_dim, 0
+        else:
+            query, output = mla.latent_dim, mla.kv_lora_rank
+            if grid.dcp_in_tp == 1:
+                output = min(output, mla.v_head_dim)
+            pair, own_pair = mla.latent_dim + mla.kv_lora_rank, mla.qk_head_dim + mla.v_head_dim
+            expansion = mla.kv_lora_rank * (mla.qk_nope_head_dim + mla.v_head_dim)
         return cls(
             grid=grid,
             layers=shape.num_layers,
@@ -121,8 +136,11 @@ class CostModel:
             head_parameters=shape.vocab_size * shape.hidden_size / grid.tp,
             hidden_size=shape.hidden_size,
             heads=shape.num_heads // grid.tp,
-            query_width=shape.head_dim if mla is None else mla.latent_dim,
-            output_width=shape.head_dim if mla is None else mla.kv_lora_rank,
+            query_width=query,
+            output_width=output,
+            pair_width=pair,
+            own_pair_width=own_pair,
+            expansion=expansion,
             kv_width=shape.kv_spec(grid.tp).elements,
             activation_bytes=DTYPE_BYTES[dtype],
             cache_element_bytes=DTYPE_BYTES[kv_dtype],
@@ -168,7 +186,7 @@ class CostModel:
             rounds=(1 + pieces) * (new > 0),
             wire_bytes=received,
             cache_bytes=copies * context * self._kv_bytes,
-            attention_flops=facts.prefill_pairs / p * self._pair_flops(1),
+            attention_flops=self._own_flops(facts.prefill_pairs / p, context + new),
         )
         alone = StepFacts(decode_rows=facts.decode_rows, decode_context=facts.decode_context)
         work = self._per_layer(prefill).plus(self._dealt(facts))
@@ -192,7 +210,12 @@ class CostModel:
 
     def _pair_flops(self, members: int) -> float:
         """Of one (query, key) pair in one layer, with the heads of so many TP members."""
-        return 2.0 * self.heads * members * (self.query_width + self.output_width)
+        return 2.0 * self.heads * members * self.pair_width
+
+    def _own_flops(self, pairs: float, keys: int) -> float:
+        """Of this rank's heads in one layer, over keys that are all here: as they are or expanded, whatever is less."""
+        expanded = 2.0 * self.heads * (pairs * self.own_pair_width + keys * self.expansion)
+        return min(pairs * self._pair_flops(1), expanded)
 
     def _per_layer(self, work: Work) -> Work:
         return Work(*(amount * self.layers for amount in work))

@@ -10,7 +10,7 @@ from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
 
-PCP_GATHERS = ("auto", "q", "kv")
+GATHERS = ("auto", "q", "kv")
 """What prefill rows gather over the replicas; auto = chosen per step."""
 
 
@@ -23,6 +23,7 @@ def check_config(
     mla: bool = False,
     q_replicate: bool = False,
     pcp_gather: str = "auto",
+    mla_gather: str = "auto",
     kv_tokens_per_rank: int | None = None,
 ) -> None:
     """Refuse with `LayoutError` what would be wrong or unservable; the message names the numbers and the law.
@@ -33,7 +34,12 @@ def check_config(
     check_layout(grid, layout, kv_tokens_per_rank=kv_tokens_per_rank)
     check_heads(grid, num_heads, num_kv_heads, mla=mla)
     check_q_replicate(grid, q_replicate)
-    check_pcp_gather(grid, pcp_gather)
+    check_gather(grid, "pcp_gather", pcp_gather)
+    check_gather(grid, "mla_gather", mla_gather)
+    if mla_gather != "auto" and not mla:
+        raise LayoutError(f"mla_gather {mla_gather} is for latent attention, this model has {num_kv_heads} KV heads")
+    if "auto" not in (pcp_gather, mla_gather) and pcp_gather != mla_gather:
+        raise LayoutError(f"pcp_gather {pcp_gather} and mla_gather {mla_gather} contradict one another")
 
 
 def check_layout(grid: Grid, layout: Layout, *, kv_tokens_per_rank: int | None = None) -> None:
@@ -83,13 +89,13 @@ def check_q_replicate(grid: Grid, q_replicate: bool) -> None:
         )
 
 
-def check_pcp_gather(grid: Grid, pcp_gather: str) -> None:
+def check_gather(grid: Grid, name: str, gather: str) -> None:
     """Queries are gathered (`q`) to where the keys are, which needs keys that are cut over the replicas."""
-    if pcp_gather not in PCP_GATHERS:
-        raise LayoutError(f"pcp_gather {pcp_gather!r} is not one of {', '.join(PCP_GATHERS)}")
-    if pcp_gather == "q" and grid.pcp > 1 and grid.dcp == 1:
+    if gather not in GATHERS:
+        raise LayoutError(f"{name} {gather!r} is not one of {', '.join(GATHERS)}")
+    if gather == "q" and grid.pcp > 1 and grid.dcp == 1:
         raise LayoutError(
-            f"pcp_gather q with pcp {grid.pcp} needs dcp {grid.pcp} or a multiple of it, got dcp 1: every replica holds all "
+            f"{name} q with pcp {grid.pcp} needs dcp {grid.pcp} or a multiple of it, got dcp 1: every replica holds all "
             "keys, so there is nowhere to gather queries to (legal: auto, kv)"
         )
 

@@ -51,6 +51,7 @@ def settle(asked: common_pb2.ClusterConfig, shape: ModelShape) -> common_pb2.Clu
     if config.max_model_len < 2:
         raise ConfigRefused(f"max_model_len {config.max_model_len} leaves no room for a prompt and an output: at least 2")
     config.pcp_gather = asked.pcp_gather or "auto"
+    config.mla_gather = asked.mla_gather or "auto"
     for name in ("dtype", "kv_cache_dtype"):
         if getattr(config, name) not in DTYPE_BYTES:
             raise ConfigRefused(f"{name} {getattr(config, name)} is not one of {', '.join(DTYPE_BYTES)}")
@@ -62,6 +63,7 @@ def settle(asked: common_pb2.ClusterConfig, shape: ModelShape) -> common_pb2.Clu
         mla=shape.mla is not None,
         q_replicate=config.q_replicate,
         pcp_gather=config.pcp_gather,
+        mla_gather=config.mla_gather,
         kv_tokens_per_rank=config.kv_cache_tokens_per_rank or None,
     )
     return config

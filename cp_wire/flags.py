@@ -4,7 +4,7 @@ import argparse
 import os
 from collections.abc import Callable
 
-from cp_layout.laws import PCP_GATHERS
+from cp_layout.laws import GATHERS
 from cp_layout.model_shape import DTYPE_BYTES
 from cp_wire.pb import common_pb2
 
@@ -110,9 +110,15 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--pcp-gather",
-        choices=PCP_GATHERS,
+        choices=GATHERS,
         default="auto",
         help="what prefill rows gather over the replicas (default: auto, whatever is cheaper)",
+    )
+    parser.add_argument(
+        "--mla-gather",
+        choices=GATHERS,
+        default="auto",
+        help="the same for latents, cut over replicas or not (default: auto, whatever is cheaper)",
     )
     parser.add_argument(
         "--collectives",
@@ -152,6 +158,7 @@ def cluster_config_from(args: argparse.Namespace) -> common_pb2.ClusterConfig:
         max_num_batched_tokens=args.max_num_batched_tokens or BATCHED_TOKENS[args.device],
         merge=MERGES[args.dcp_comm_backend],
         pcp_gather=args.pcp_gather,
+        mla_gather=args.mla_gather,
         dtype=args.dtype,
         kv_cache_dtype=args.kv_cache_dtype,
         collectives=args.collectives,

@@ -25,6 +25,7 @@ NOT_OURS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "pcp_gather",
+    "mla_gather",
     "model_name",
     "kv_cache_tokens_per_rank",
     "kv_cache_memory_bytes",

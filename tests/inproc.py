@@ -111,12 +111,13 @@ class InprocCluster:
         self._handle = 0
         self._prefills: dict[int, int] = {}
         self._bring_up()
+        latent = files.shape.mla is not None
         self.scheduler = Scheduler(
             SchedulerConfig(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.budget, max_waiting=1000),
             self.layout,
             shape.blocks,
             identity=b"inproc",
-            replicas=Replicas(shape.pcp, shape.dcp, shape.ways or computable(files.shape.mla is not None), shape.pcp_gather),
+            replicas=Replicas(shape.pcp, shape.dcp, shape.ways or computable(latent), shape.pcp_gather, latent),
         )
 
     def close(self) -> None:

@@ -232,6 +232,7 @@ class ClusterConfig(google.protobuf.message.Message):
     PROTOCOL_VERSION_FIELD_NUMBER: builtins.int
     DEVICE_FIELD_NUMBER: builtins.int
     PCP_GATHER_FIELD_NUMBER: builtins.int
+    MLA_GATHER_FIELD_NUMBER: builtins.int
     tp: builtins.int
     pcp: builtins.int
     dcp: builtins.int
@@ -258,6 +259,8 @@ class ClusterConfig(google.protobuf.message.Message):
     """What every rank computes on: cpu or cuda."""
     pcp_gather: builtins.str
     """What prefill rows gather over the sequence axis: auto (chosen per step), q or kv."""
+    mla_gather: builtins.str
+    """The same for a model with latent attention, whatever its latents are cut over: auto, q or kv."""
     def __init__(
         self,
         *,
@@ -282,7 +285,8 @@ class ClusterConfig(google.protobuf.message.Message):
         protocol_version: builtins.str = ...,
         device: builtins.str = ...,
         pcp_gather: builtins.str = ...,
+        mla_gather: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "collectives", b"collectives", "dcp", b"dcp", "device", b"device", "dp", b"dp", "dtype", b"dtype", "interleave", b"interleave", "kv_cache_dtype", b"kv_cache_dtype", "kv_cache_memory_bytes", b"kv_cache_memory_bytes", "kv_cache_tokens_per_rank", b"kv_cache_tokens_per_rank", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "merge", b"merge", "model_hash", b"model_hash", "model_name", b"model_name", "pcp", b"pcp", "pcp_gather", b"pcp_gather", "protocol_version", b"protocol_version", "q_replicate", b"q_replicate", "tp", b"tp"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_size", b"block_size", "collectives", b"collectives", "dcp", b"dcp", "device", b"device", "dp", b"dp", "dtype", b"dtype", "interleave", b"interleave", "kv_cache_dtype", b"kv_cache_dtype", "kv_cache_memory_bytes", b"kv_cache_memory_bytes", "kv_cache_tokens_per_rank", b"kv_cache_tokens_per_rank", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "merge", b"merge", "mla_gather", b"mla_gather", "model_hash", b"model_hash", "model_name", b"model_name", "pcp", b"pcp", "pcp_gather", b"pcp_gather", "protocol_version", b"protocol_version", "q_replicate", b"q_replicate", "tp", b"tp"]) -> None: ...
 
 global___ClusterConfig = ClusterConfig

@@ -102,6 +102,7 @@ def cluster_config(**changes: object) -> common_pb2.ClusterConfig:
         "max_num_batched_tokens": 16, "merge": common_pb2.MERGE_A2A, "dtype": "float32", "kv_cache_dtype": "float32",
         "model_hash": MODEL_HASH, "model_name": "tiny", "collectives": "gloo", "protocol_version": PROTOCOL_VERSION,
         "pcp_gather": "auto",
+        "mla_gather": "auto",
     }  # fmt: skip
     return common_pb2.ClusterConfig(**(values | changes))
 

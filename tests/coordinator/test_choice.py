@@ -11,7 +11,7 @@ from coordinator.plan import DecodeMode, Gather, Row, Sampling
 from coordinator.request import Request
 from cp_layout.cost import COST_VERSION, CostModel, Rates, StepFacts
 from cp_layout.grid import Grid
-from cp_layout.model_shape import ModelShape
+from cp_layout.model_shape import MlaShape, ModelShape
 
 OWNER, SPLIT, REPLICATED = DecodeMode.OWNER, DecodeMode.SPLIT, DecodeMode.REPLICATED
 EVERY_WAY = frozenset(DecodeMode)
@@ -135,3 +135,36 @@ def test_facts_count_rows_by_kind_and_prefill_tokens_with_their_context() -> Non
         prefill_context=8,
         prefill_pairs=1 + 2 + 3 + 4 + 9,
     )
+
+
+def test_latents_of_one_replica_may_come_to_its_prefill_rows() -> None:
+    """Cut over TP members; decode rows always go to the latents."""
+    latent = {"pcp": 1, "dcp": 2, "ways": computable(latent=True), "latent": True}
+    facts = chunk(512, 100)
+    assert choose(facts, Replicas(**latent, gather=Gather.KV)) == Choice(OWNER, Gather.KV)
+    assert choose(facts, Replicas(**latent, gather=Gather.Q)) == Choice()
+    assert choose(facts, Replicas(**latent)) == Choice()
+    assert choose(StepFacts(decode_rows=3), Replicas(**latent, gather=Gather.KV)) == Choice()
+    assert choose(facts, Replicas(**latent | {"dcp": 1}, gather=Gather.KV)) == Choice()
+    assert choose(facts, Replicas(**latent | {"latent": False}, gather=Gather.KV)) == Choice()
+
+
+def test_latents_come_to_long_chunks_and_queries_go_to_long_contexts() -> None:
+    shape = ModelShape(
+        "deepseek", 4, 1024, 16, 1, 64, 1024, 8192, 1 << 20, 1e-6, 1e4, False, "bfloat16", mla=MlaShape(None, 512, 128, 64, 128)
+    )
+    for tp, pcp, dcp in ((1, 2, 2), (2, 1, 2), (2, 2, 4)):
+        replicas = Replicas(pcp, dcp, computable(latent=True), latent=True)
+        model = CostModel.of(shape, Grid(tp, pcp, dcp), 1e7, "bfloat16", "bfloat16")
+        prices = Prices(model, Rates())
+        long_chunk, long_context = (choose(facts, replicas, prices) for facts in (chunk(2048, 512), chunk(4, 1 << 17)))
+        assert (long_chunk.gather, long_chunk.decode_mode) == (Gather.KV, OWNER)
+        assert long_context.gather in (Gather.Q, Gather.NONE)
+        assert long_context.decode_mode is (REPLICATED if pcp == 1 else OWNER)
+        assert long_chunk.cost_version == long_context.cost_version == COST_VERSION
+
+
+def test_replicas_do_not_split_passes_of_a_model_with_latents() -> None:
+    assert SPLIT not in computable(latent=True)
+    assert SPLIT in computable(latent=False)
+    assert choose(StepFacts(decode_rows=1), Replicas(2, 2, computable(latent=True), latent=True)) == Choice()

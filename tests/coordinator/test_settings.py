@@ -32,7 +32,7 @@ def test_j5_what_was_left_open_is_settled_once():
     config = effective_config(request, MODEL)
     assert (config.interleave, config.dtype, config.kv_cache_dtype, config.collectives) == (16, "float32", "float32", "gloo")
     assert (config.max_model_len, config.model_hash, config.model_name, config.protocol_version) == (4096, "abc", "tiny", "1")
-    assert config.pcp_gather == "auto"
+    assert config.pcp_gather == config.mla_gather == "auto"
     assert request.interleave == 0, "the argument is not touched"
 
 
@@ -54,6 +54,7 @@ def test_j5_what_was_asked_for_is_kept():
         ({"dtype": "int8"}, "int8"),
         ({"pcp": 2, "pcp_gather": "q"}, "pcp_gather q with pcp 2.*dcp 1"),
         ({"pcp": 2, "dcp": 2, "pcp_gather": "both"}, "'both' is not one of auto, q, kv"),
+        ({"tp": 2, "mla_gather": "kv"}, "mla_gather kv is for latent attention"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8"),
     ],
 )

@@ -50,9 +50,10 @@ def test_crossover_by_bytes_of_grouped_queries(pcp: int, dtype: str, kv_dtype: s
 
 @pytest.mark.parametrize(("tp", "pcp", "dcp"), [(1, 2, 2), (2, 2, 2), (2, 3, 6), (4, 2, 8)])
 def test_crossover_by_bytes_of_a_latent(tp: int, pcp: int, dcp: int) -> None:
-    dc, dr, e, e_o, e_kv, new = 48, 16, 2, 4, 2, 320
+    dc, dr, dv, e, e_o, e_kv, new = 48, 16, 16, 2, 4, 2, 320
     heads = 8 * (dcp // pcp) / tp
-    by_bytes = heads * ((dc + dr) * e + dc * e_o + 4) / ((dc + dr) * e_kv) * new
+    returned = dc if dcp > pcp else dv
+    by_bytes = heads * ((dc + dr) * e + returned * e_o + 4) / ((dc + dr) * e_kv) * new
     new_kv = (dcp / pcp - 1) * e / e_kv * dcp / (dcp - 1) * new / 1
     assert crossover(model(LATENT, tp, pcp, dcp), new) == pytest.approx(by_bytes + new_kv, rel=0.2 if dcp > pcp else 1e-9)
 
@@ -140,3 +141,12 @@ def test_unknown_dtypes_are_refused() -> None:
 
 def test_the_version_is_above_that_of_no_choice() -> None:
     assert COST_VERSION >= 1
+
+
+def test_latents_that_have_come_are_expanded_where_that_is_less_work() -> None:
+    """Absorbed 48 + 16 + 48 multiplications per head and pair; expanded 32 + 16, and 48 · 32 once per latent."""
+    costs = model(LATENT)
+    few, many = chunk(4, 1000), chunk(400, 1000)
+    assert costs.owner_kv(few).attention_flops == 2 * 2 * 8 * few.prefill_pairs / 2 * 112
+    assert costs.owner_kv(many).attention_flops == 2 * 2 * 8 * (many.prefill_pairs / 2 * 48 + 1400 * 48 * 32)
+    assert costs.owner_q(many).attention_flops == 2 * 2 * 8 * many.prefill_pairs / 2 * 112

@@ -85,6 +85,22 @@ def test_queries_are_gathered_only_to_where_keys_are_cut() -> None:
         check(Grid(2, 3, 1), 8, 2, pcp_gather="q")
 
 
+def test_a_forced_gather_of_latents_needs_latents_and_agrees_with_that_over_replicas() -> None:
+    for grid in (Grid(4, 2, 4), Grid(4, 1, 2), Grid(4, 1, 1)):
+        for gather in ("auto", "q", "kv"):
+            check(grid, 8, 1, mla=True, mla_gather=gather)
+            check(grid, 8, 1, mla=True, mla_gather=gather, pcp_gather=gather)
+    for gather in ("q", "kv"):
+        with pytest.raises(LayoutError, match=f"mla_gather {gather} is for latent attention, this model has 2 KV heads"):
+            check(Grid(4, 2, 4), 8, 2, mla_gather=gather)
+    with pytest.raises(LayoutError, match="pcp_gather q and mla_gather kv contradict one another"):
+        check(Grid(4, 2, 4), 8, 1, mla=True, pcp_gather="q", mla_gather="kv")
+    with pytest.raises(LayoutError, match="mla_gather q with pcp 2 needs dcp 2"):
+        check(Grid(4, 2, 1), 8, 1, mla=True, mla_gather="q")
+    with pytest.raises(LayoutError, match="mla_gather 'both' is not one of auto, q, kv"):
+        check(Grid(4, 2, 4), 8, 1, mla=True, mla_gather="both")
+
+
 def test_q_replicate_is_refused_where_it_saves_nothing() -> None:
     check(Grid(4, 1, 2), 8, 2, q_replicate=True)
     with pytest.raises(LayoutError, match="d = 1: dcp 2, pcp 2"):

@@ -33,6 +33,7 @@ def test_defaults():
         kv_cache_dtype="auto",
         collectives="auto",
         pcp_gather="auto",
+        mla_gather="auto",
         device="auto",
     )
 
@@ -53,7 +54,7 @@ def test_each_size_has_a_short_and_a_long_name(name, words):
 EVERYTHING = (
     "-tp 4 -dcp 2 --block-size 8 --cp-kv-cache-interleave-size 4 --max-model-len 100 --max-num-seqs 5 "
     "--max-num-batched-tokens 7 --dcp-comm-backend ag_rs --dtype float32 --kv-cache-dtype bfloat16 "
-    "--collectives gloo --kv-cache-memory-bytes 1.5MiB --pcp-gather kv"
+    "--collectives gloo --kv-cache-memory-bytes 1.5MiB --pcp-gather kv --mla-gather q"
 )
 
 
@@ -75,6 +76,7 @@ def test_every_value_arrives():
         collectives="gloo",
         device="auto",
         pcp_gather="kv",
+        mla_gather="q",
         kv_cache_memory_bytes=3 << 19,
     )
 
@@ -110,6 +112,7 @@ def test_the_token_budget_follows_the_device():
         ("--dtype", "int8"),
         ("--dcp-comm-backend", "p2p"),
         ("--pcp-gather", "both"),
+        ("--mla-gather", "both"),
         ("--seed", "-1"),
         ("--kv-cache-memory-bytes", "1 lot"),
         ("--kv-cache-tokens-per-rank", "1", "--kv-cache-memory-bytes", "1"),

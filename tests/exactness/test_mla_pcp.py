@@ -116,3 +116,14 @@ def test_e2_preemption_changes_nothing(tiny, grid, gather, budget):
             assert generation.token_ids == greedy_reference(path, prompt, 16)
         check_dealt(running)
         assert all(free == blocks for free in running.scheduler.free_blocks)
+
+
+@pytest.mark.parametrize(("grid", "modes"), [((2, 1, 2), {1, 2}), ((1, 2, 2), {1, 2}), ((2, 2, 4), {1, 2}), ((2, 2, 1), {2})])
+def test_as_the_scheduler_chooses(tiny, grid, modes):
+    """Latents come to prefill rows; few decode rows are computed by every replica, or by the owner who alone has their KV."""
+    path, prompts, limits = tiny(**MODELS["v2"]), [prompt_of(n, n) for n in (13, 6, 21)], [3, 14, 6]
+    with cluster(path, dealt(*grid, "kv", always_owner=False, budget=9)) as running:
+        for _ in range(2):  # the second time with hits of the prefix cache
+            for prompt, limit, got in zip(prompts, limits, running.generate(prompts, limits), strict=True):
+                assert got.token_ids == greedy_reference(path, prompt, limit)
+        assert {plan.decode_mode for plan in running.plans if plan.rows} == modes

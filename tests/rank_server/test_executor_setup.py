@@ -30,6 +30,7 @@ def full_config(files, **changes):
         max_num_seqs=5,
         max_num_batched_tokens=33,
         pcp_gather="kv",
+        mla_gather="q",
     )
     for name, value in changes.items():
         setattr(stated, name, value)
