@@ -7,10 +7,18 @@ from dataclasses import dataclass, field
 from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2, rank_pb2
 from model_files import ModelFiles
+from rank_server.collectives.base import Group
 from rank_server.executor import Executor
 
 BLOCK_SIZE = 128
+WORDS = range(100, 40100)
+"""Token ids that prompts are made of."""
 STEP_TIMEOUT_MS = 600_000
+
+
+def prompt_of(length: int, words: Sequence[int]) -> list[int]:
+    """So many words in no order; equal lengths have equal prompts."""
+    return [words[(i * 7919 + length) % len(words)] for i in range(length)]
 
 
 @dataclass
@@ -117,5 +125,5 @@ class _NoGroups:
     def prepare(self, name: str, ranks: Sequence[int]) -> bytes:
         raise ValueError(f"group {name} has one member")
 
-    def open(self, name: str, ranks: Sequence[int], rank: int, bootstrap: bytes, timeout_s: float) -> None:
+    def open(self, name: str, ranks: Sequence[int], rank: int, bootstrap: bytes, timeout_s: float) -> Group:
         raise ValueError(f"group {name} has one member")

@@ -113,15 +113,16 @@ class Portions:
     """Part i covers `cut(size of the axis, len(parts), i)`; its bias is that of its rows."""
 
 
-def portions(weight: Tensor, bias: Tensor | None, axis: Axis, num_parts: int) -> Portions:
+def portions(weight: Tensor, bias: Tensor | None, axis: Axis, num_parts: int, in_place: bool = False) -> Portions:
     """Cuts W [N, K] into so many parts; a matrix cut by columns has no bias (ValueError).
 
-    Unless it is packed, the parts are views of `weight`; the caller gives its own reference up otherwise.
+    A matrix that `packs` is copied into its new order and the caller gives its own reference up. Otherwise, and with
+    in_place, the parts are views of `weight`.
     """
     if axis == "columns" and bias is not None:
         raise ValueError("the bias of a matrix that is cut by columns would be added once per part")
     dense = [DenseLinear(*_slice(weight, bias, axis, num_parts, index)) for index in range(num_parts)]
-    if not packs(weight):
+    if in_place or not packs(weight):
         return Portions(whole=(DenseLinear(weight, bias),), parts=tuple(dense))
     packed = tuple(PackedLinear.of(part.weight, part.bias) if part.weight.numel() else part for part in dense)
     return Portions(whole=packed, parts=packed)

@@ -8,7 +8,10 @@ from torch import Tensor
 
 from cp_layout.cuts import cut
 from cp_layout.model_shape import ModelShape
-from rank_server.models.linear import DenseLinear, Linear, Portions, portions
+from rank_server.models.linear import Linear, Portions, portions
+
+TIED_COPY_BYTES = 64 << 20
+"""A tied head up to this size is packed, beside the embedding that is looked up row by row; a larger one is held once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +52,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights of one TP member, each held once; matrices can be used whole or by parts."""
+    """All weights of one TP member; matrices can be used whole or by parts. Each is held once, but for a small tied head."""
 
     embedding: Tensor
     """[vocabulary of the member, H]."""
@@ -75,12 +78,10 @@ class DecoderWeights:
         """Takes over what `load_weights` gave, and empties it: a matrix is given up as soon as it has its new order."""
         nbytes = sum(tensor.nbytes for tensor in weights.values())
         embedding = weights.pop("model.embed_tokens.weight")
-        if shape.tie_embeddings:
-            # The embedding is looked up row by row, so a tied head stays in that order.
-            rows = [cut(len(embedding), num_parts, part) for part in range(num_parts)]
-            head = Portions((DenseLinear(embedding),), tuple(DenseLinear(embedding[first:last]) for first, last in rows))
-        else:
+        if not shape.tie_embeddings:
             head = portions(weights.pop("lm_head.weight"), None, "rows", num_parts)
+        else:
+            head = portions(embedding, None, "rows", num_parts, in_place=embedding.nbytes > TIED_COPY_BYTES)
         return cls(
             embedding=embedding,
             head=head,

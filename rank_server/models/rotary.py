@@ -47,7 +47,7 @@ def frequencies(shape: ModelShape) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """[T, heads, D] turned by the angles of its rows; cos and sin as `Rotary.at` gives them."""
-    return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -102,3 +102,11 @@ def test_a_cpu_without_bfloat16_packs_nothing(monkeypatch):
 def test_columns_have_no_bias():
     with pytest.raises(ValueError, match="once per part"):
         portions(matrix(4, 4, torch.float32), torch.zeros(4), "columns", 2)
+
+
+@packable
+def test_in_place_nothing_is_copied():
+    weight = matrix(8, 4, torch.bfloat16)
+    for part in portions(weight, None, "rows", 2, in_place=True).parts:
+        assert isinstance(part, DenseLinear)
+        assert part.weight.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
