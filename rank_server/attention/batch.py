@@ -17,13 +17,17 @@ class AttentionRow:
     """Keys on this shard once the step's own tokens are written; 0 = this shard has nothing for the row."""
     first_visible: int
     """Keys on this shard that the row's first query sees; the last one sees `local_len`."""
-    first_block: int | None = field(init=False)
-    """First id of a block table whose ids are consecutive (its keys are one view of the cache), None otherwise."""
+    run_columns: tuple[int, ...] = field(init=False)
+    """Columns of the block table where a run of consecutive block ids begins: the keys of a run are one view of the cache."""
+    run_blocks: tuple[int, ...] = field(init=False)
+    """The block ids at these columns."""
 
     def __post_init__(self) -> None:
         ids = self.block_table
-        consecutive = len(ids) > 0 and bool((ids.diff() == 1).all())
-        object.__setattr__(self, "first_block", int(ids[0]) if consecutive else None)
+        breaks = (ids.diff() != 1).nonzero().flatten() + 1
+        columns = (0, *breaks.tolist()) if len(ids) > 0 else ()
+        object.__setattr__(self, "run_columns", columns)
+        object.__setattr__(self, "run_blocks", tuple(ids[list(columns)].tolist()))
 
 
 @dataclass(frozen=True, slots=True)

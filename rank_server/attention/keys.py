@@ -1,42 +1,84 @@
-"""Reading a row's keys and values out of the paged cache: views where possible, bounded copies otherwise."""
+"""Where attention takes keys and values from: a row's blocks of the paged cache, or tensors at hand."""
 
+from bisect import bisect_right
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from rank_server.attention.batch import AttentionRow
+
+
+class Keys(Protocol):
+    """Keys and values of one row, numbered from 0."""
+
+    @property
+    def granule(self) -> int:
+        """Pieces that start at multiples of it are read best."""
+        ...
+
+    def read_keys(self, first: int, last: int) -> Tensor:
+        """[last − first, hk, D] in the dtype they are stored in; a view where possible."""
+        ...
+
+    def read_values(self, first: int, last: int) -> Tensor:
+        """As `read_keys`."""
+        ...
+
+
+def pieces(first: int, last: int, size: int, granule: int) -> Iterator[tuple[int, int]]:
+    """[first, last) cut into ranges of at most max(size, granule), each but the first starting at a multiple of the granule."""
+    step = max(size // granule, 1) * granule
+    while first < last:
+        stop = min(first // granule * granule + step, last)
+        yield first, stop
+        first = stop
+
+
+@dataclass(frozen=True, slots=True)
+class DenseKeys:
+    """k, v: [n, hk, D], any strides."""
+
+    k: Tensor
+    v: Tensor
+    granule: int = 1
+
+    def read_keys(self, first: int, last: int) -> Tensor:
+        """See `Keys`."""
+        return self.k[first:last]
+
+    def read_values(self, first: int, last: int) -> Tensor:
+        """See `Keys`."""
+        return self.v[first:last]
 
 
 class RowKeys:
     """Keys and values of one row on this shard, local index 0 … local_len − 1.
 
     k_cache, v_cache: [num_blocks, B, hk, D]. Nothing beyond the range asked for is ever returned, so stale data in the rest
-    of a block can't leak. workspace_bytes bounds the copies alive at a time (but a copy holds at least one block).
+    of a block can't leak. A range inside a run of consecutive blocks is a view, any other a copy.
     """
 
-    def __init__(self, row: AttentionRow, k_cache: Tensor, v_cache: Tensor, workspace_bytes: int) -> None:
-        _, self._block_size, heads, head_dim = k_cache.shape
+    def __init__(self, row: AttentionRow, k_cache: Tensor, v_cache: Tensor) -> None:
+        self.granule = k_cache.shape[1]
         self._row = row
-        self._caches = (k_cache, v_cache)
-        blocks = workspace_bytes // (2 * self._block_size * heads * head_dim * torch.float32.itemsize)
-        self._tile = max(1, blocks) * self._block_size
+        self._k_cache, self._v_cache = k_cache, v_cache
 
-    def pieces(self, first: int, last: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """K and V of the keys [first, last) in order, in pieces of [hk, n, D] fp32."""
-        views = self._row.first_block is not None and self._caches[0].dtype == torch.float32
-        step = last - first if views else self._tile
-        for start in range(first, last, max(step, 1)):
-            k, v = (self._read(cache, start, min(start + step, last)) for cache in self._caches)
-            yield k, v
+    def read_keys(self, first: int, last: int) -> Tensor:
+        """See `Keys`."""
+        return self._read(self._k_cache, first, last)
+
+    def read_values(self, first: int, last: int) -> Tensor:
+        """See `Keys`."""
+        return self._read(self._v_cache, first, last)
 
     def _read(self, cache: Tensor, first: int, last: int) -> Tensor:
-        b = self._block_size
-        column = first // b
-        if self._row.first_block is not None:
-            tokens = cache.flatten(0, 1)
-            base = self._row.first_block * b
-        else:
-            tokens = cache.index_select(0, self._row.block_table[column : -(-last // b)]).flatten(0, 1)
-            base = -column * b
-        return tokens[base + first : base + last].transpose(0, 1).to(torch.float32)
+        row, b = self._row, self.granule
+        column, end = first // b, -(-last // b)
+        run = bisect_right(row.run_columns, column)
+        if run == len(row.run_columns) or row.run_columns[run] >= end:
+            start = (row.run_blocks[run - 1] - row.run_columns[run - 1]) * b + first
+            return cache.view(-1, *cache.shape[2:])[start : start + last - first]
+        copied = cache.index_select(0, row.block_table[column:end]).flatten(0, 1)
+        return copied[first - column * b : last - column * b]

@@ -1,21 +1,28 @@
-"""Attention of a step's queries over the keys of this shard, read from the paged cache."""
+"""Attention of a step's queries on a CPU, over the keys of this shard's paged cache or over keys at hand.
 
-from collections.abc import Iterator
-from itertools import pairwise
+One query token goes the way of `one_query`, many queries in bf16 over enough keys that of `shifted_softmax`, and all others
+through torch's flash operation in fp32.
+"""
 
 import torch
 from torch import Tensor
 
-from rank_server.attention.batch import AttentionBatch, AttentionRow
-from rank_server.attention.keys import RowKeys
-from rank_server.attention.merge import OnlineMerge, clear_empty, merge_partials
+from rank_server.attention.batch import AttentionBatch
+from rank_server.attention.keys import DenseKeys, Keys, RowKeys, pieces
+from rank_server.attention.merge import OnlineMerge, clear_empty
+from rank_server.attention.one_query import TILE_BYTES, attend_one
+from rank_server.attention.shifted_softmax import ShiftedSoftmax, suits
 
-KEY_TILE = 2048
-"""Keys outside the cache that a tile of queries is attended over at a time."""
 QUERY_TILE = 256
-"""Queries of one row that are attended together; bounds the causal mask to QUERY_TILE² entries per query head of a KV head."""
-WORKSPACE_BYTES = 32 * 1024 * 1024
-"""Bound on the copies of keys and values that are alive at a time."""
+"""Queries of one row that are attended together; bounds masks and accumulators."""
+WORKSPACE_BYTES = 2 * 1024 * 1024
+"""Bound on each copy of keys or values, and on weights and masks of a tile (but they hold at least one block)."""
+MANY_QUERIES = 32
+"""Fewer rows of queries per KV head leave bf16 products half empty."""
+MANY_KEYS = 128
+"""Over fewer keys the estimate of the shift costs more than is saved."""
+SAMPLE_RUN = 8
+"""The shift is estimated from so many keys at each of four places."""
 
 
 def paged_partial(
@@ -29,81 +36,111 @@ def paged_partial(
     """Partial attention (out [T, h, D] fp32, lse [T, h] fp32, natural log) of q [T, h, D] over this shard.
 
     k_cache, v_cache: [num_blocks, B, hk, D] with h a multiple of hk; query head i reads KV head i // (h / hk), else ValueError.
-    A query sees the first `batch.visible` keys of its row; one that sees none gets exactly (0, −inf). All arithmetic is fp32.
+    A query sees the first `batch.visible` keys of its row; one that sees none gets exactly (0, −inf). Scores and sums are fp32;
+    where q and cache are bf16 and a row has many queries, softmax weights are rounded to bf16, else nothing is.
     """
-    num_tokens, heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
-    if heads % kv_heads != 0:
-        raise ValueError(f"{heads} query heads can't share {kv_heads} KV heads evenly")
-    out = q.new_zeros((num_tokens, heads, head_dim), dtype=torch.float32)
-    lse = q.new_full((num_tokens, heads), -torch.inf, dtype=torch.float32)
+    _check_heads(q.shape[1], kv_heads)
+    out, lse = _empty(q)
     for row in batch.rows:
         if row.local_len == 0:
             continue
-        keys = RowKeys(row, k_cache, v_cache, workspace_bytes)
-        for first, last in _query_tiles(row):
-            visible = batch.visible[first:last]
-            seen_by_all, seen_by_any = int(visible[0]), int(visible[-1])
-            if seen_by_any == 0:
-                continue
-            partials = _partials(q[first:last].to(torch.float32), keys, visible, seen_by_all, seen_by_any, scale)
-            tile_out, tile_lse = next(partials)
-            for more_out, more_lse in partials:
-                tile_out, tile_lse = merge_partials([tile_out, more_out], torch.stack([tile_lse, more_lse]))
-            out[first:last], lse[first:last] = tile_out, tile_lse
+        keys = RowKeys(row, k_cache, v_cache)
+        if row.q_len == 1:
+            tile_bytes = min(workspace_bytes, TILE_BYTES)
+            at = row.q_start
+            out[at], lse[at] = attend_one(q[at], keys, kv_heads, row.local_len, scale, tile_bytes)
+            continue
+        for start in range(row.q_start, row.q_start + row.q_len, QUERY_TILE):
+            tile = slice(start, min(start + QUERY_TILE, row.q_start + row.q_len))
+            visible = batch.visible[tile]
+            bounds = int(visible[0]), int(visible[-1])
+            if bounds[1] > 0:
+                out[tile], lse[tile] = _attend_tile(q[tile], keys, kv_heads, visible, bounds, scale, workspace_bytes)
     return out, lse
 
 
-def dense_partial(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def dense_partial(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None, workspace_bytes: int = WORKSPACE_BYTES
+) -> tuple[Tensor, Tensor]:
     """Partial attention (out [t, h, D] fp32, lse [t, h] fp32, natural log) of q [t, h, D] over keys that are not in the cache.
 
     k, v: [n, hk, D] with h a multiple of hk (else ValueError), any strides, n = 0 allowed; seen: [t] int64, query i sees the
-    first seen[i] keys (0 … n, in any order), None: all n. A query that sees none gets exactly (0, −inf). All arithmetic is
-    fp32, and temporary memory doesn't grow with t or n.
+    first seen[i] keys (0 … n, in any order), None: all n. A query that sees none gets exactly (0, −inf). Precision as
+    `paged_partial`; temporary memory doesn't grow with t or n.
     """
-    tokens, heads, head_dim = q.shape
+    tokens = len(q)
     num_keys, kv_heads, _ = k.shape
-    if heads % kv_heads != 0:
-        raise ValueError(f"{heads} query heads can't share {kv_heads} KV heads evenly")
-    out = q.new_zeros((tokens, heads, head_dim), dtype=torch.float32)
-    lse = q.new_full((tokens, heads), -torch.inf, dtype=torch.float32)
-    for first in range(0, tokens, QUERY_TILE):
-        tile = slice(first, min(first + QUERY_TILE, tokens))
-        merged = OnlineMerge(out[tile].shape, q.device)
-        last_key = num_keys if seen is None else int(seen[tile].max())
-        for start in range(0, last_key, KEY_TILE):
-            keys = slice(start, min(start + KEY_TILE, last_key))
-            piece_k, piece_v = (x[keys].transpose(0, 1).to(torch.float32) for x in (k, v))
-            visible = None if seen is None else (seen[tile] - start).clamp_(0, keys.stop - start)
-            part = _attend(q[tile].to(torch.float32), piece_k, piece_v, scale, visible)
-            if visible is not None:
-                clear_empty(*part, visible)
-            merged.add(*part)
-        out[tile], lse[tile] = merged.result()
+    _check_heads(q.shape[1], kv_heads)
+    out, lse = _empty(q)
+    keys = DenseKeys(k, v)
+    for start in range(0, tokens, QUERY_TILE):
+        tile = slice(start, min(start + QUERY_TILE, tokens))
+        if seen is None:
+            visible, bounds = None, (num_keys, num_keys)
+        else:
+            visible = seen[tile]
+            bounds = int(visible.min()), int(visible.max())
+        if bounds[1] > 0:
+            out[tile], lse[tile] = _attend_tile(q[tile], keys, kv_heads, visible, bounds, scale, workspace_bytes)
     return out, lse
 
 
-def _query_tiles(row: AttentionRow) -> list[tuple[int, int]]:
-    end = row.q_start + row.q_len
-    return list(pairwise([*range(row.q_start, end, QUERY_TILE), end]))
+def _check_heads(heads: int, kv_heads: int) -> None:
+    if heads % kv_heads != 0:
+        raise ValueError(f"{heads} query heads can't share {kv_heads} KV heads evenly")
 
 
-def _partials(
-    q: Tensor, keys: RowKeys, visible: Tensor, seen_by_all: int, seen_by_any: int, scale: float
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Partials of consecutive queries q [t, h, D] of one row, over disjoint pieces of its keys.
+def _empty(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
 
-    The first seen_by_all keys need no mask; those up to seen_by_any became visible inside the tile.
+
+def _attend_tile(
+    q: Tensor, keys: Keys, kv_heads: int, visible: Tensor | None, bounds: tuple[int, int], scale: float, workspace_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """Queries q [t, h, D] of one row, query i over the first visible[i] keys (None: the first bounds[0], all the same).
+
+    bounds: the fewest and the most keys that a query sees, the most ≥ 1.
     """
-    for k, v in keys.pieces(0, seen_by_all):
-        yield _attend(q, k, v, scale, None)
-    first = seen_by_all
-    for k, v in keys.pieces(seen_by_all, seen_by_any):
-        seen = (visible - first).clamp_(min=0)
-        out, lse = _attend(q, k, v, scale, seen)
-        clear_empty(out, lse, seen)
-        yield out, lse
-        first += k.shape[1]
+    if q.shape[0] * q.shape[1] >= MANY_QUERIES * kv_heads and bounds[1] >= MANY_KEYS and suits(q, keys.read_keys(0, 1).dtype):
+        found = _shifted(q, keys, kv_heads, visible, bounds, scale, workspace_bytes)
+        if found is not None:
+            return found
+    return _flash(q, keys, kv_heads, visible, bounds, scale, workspace_bytes)
+
+
+def _shifted(
+    q: Tensor, keys: Keys, kv_heads: int, visible: Tensor | None, bounds: tuple[int, int], scale: float, workspace_bytes: int
+) -> tuple[Tensor, Tensor] | None:
+    by_all, by_any = bounds
+    sampled = by_all if by_all >= MANY_KEYS else by_any
+    places = [(sampled - SAMPLE_RUN) * i // 3 for i in range(4)]
+    sample = torch.cat([keys.read_keys(first, first + SAMPLE_RUN) for first in places])
+    softmax = ShiftedSoftmax(q, sample, scale)
+    size = min(512, workspace_bytes // (q.shape[0] * q.shape[1] // kv_heads * torch.bfloat16.itemsize))
+    for first, last in pieces(0, by_any, size, keys.granule):
+        seen = None if visible is None or last <= by_all else visible - first
+        softmax.add(keys.read_keys(first, last), keys.read_values(first, last), seen)
+    return softmax.result(visible == 0 if visible is not None and by_all == 0 else None)
+
+
+def _flash(
+    q: Tensor, keys: Keys, kv_heads: int, visible: Tensor | None, bounds: tuple[int, int], scale: float, workspace_bytes: int
+) -> tuple[Tensor, Tensor]:
+    """The first bounds[0] keys need no mask; those up to bounds[1] are seen by some queries only."""
+    by_all, by_any = bounds
+    wide = q.to(torch.float32)
+    size = workspace_bytes // (kv_heads * q.shape[2] * torch.float32.itemsize)
+    merged = OnlineMerge(q.shape, q.device)
+    for lowest, highest in ((0, by_all), (by_all, by_any)):
+        for first, last in pieces(lowest, highest, size, keys.granule):
+            k, v = (x.transpose(0, 1).to(torch.float32) for x in (keys.read_keys(first, last), keys.read_values(first, last)))
+            seen = None if visible is None or last <= by_all else (visible - first).clamp_(0, last - first)
+            out, lse = _attend(wide, k, v, scale, seen)
+            if seen is not None:
+                clear_empty(out, lse, seen)
+            merged.add(out, lse)
+    return merged.result()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:

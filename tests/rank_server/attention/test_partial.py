@@ -181,4 +181,5 @@ def test_consecutive_blocks_are_read_without_a_copy() -> None:
     batch = AttentionBatch((row,), torch.tensor([-1]), torch.tensor([290 * 16]))
     with LargestTensor() as largest:
         paged_partial(torch.randn(1, 4, 64), *pool.cache(0), batch, SCALE)
-    assert largest.nbytes < 10_000
+    scores = 4 * 290 * 16 * 4
+    assert largest.nbytes < 1.1 * scores
