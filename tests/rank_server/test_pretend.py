@@ -74,11 +74,8 @@ def sampled(files, device):
 def test_a_step_keeps_to_the_device(tiny, monkeypatch, model):
     files = open_model(tiny(**model))
     wanted = sampled(files, "cpu")
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr("rank_server.place.claim", lambda name, rank: GPU)
+    monkeypatch.setattr("rank_server.executor.free_bytes", lambda device: 1 << 40)
     monkeypatch.setitem(KERNELS, "cuda", lambda device: GpuKernels(8, use_triton=False))
     with PretendGpu(GPU) as pretend:
         got = sampled(files, "cuda")
