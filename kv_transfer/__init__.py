@@ -2,7 +2,7 @@
 
 - `store`: the paged pool as rows that can be read and written; a rank server adapts its own pool to it.
 - `generations`: which blocks were handed out again since; `leases`: which blocks may still be read, and until when.
-- `facts`: the handshake. `framing`: one message as bytes. `shared_memory`: the same message through memory of one host.
+- `facts`: the handshake. `framing`: one message as bytes. `shared_memory`: a pool that ranks of the same host copy from.
 - `source` and `service`: the side that is read. `puller`: the side that reads and writes.
 
 Where it plugs in. Nothing here decides who moves what: a coordinator grants a session on every source rank (`LeaseTable.grant`,

@@ -4,9 +4,9 @@ protobuf would copy a payload into the message, and again into the frame, and th
 joined once, straight from the rows; the receiver parses the header and looks at the payload where it is.
 """
 
-import dataclasses
 import struct
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
@@ -28,8 +28,7 @@ class Corrupted(ValueError):
     """Bytes that are not what their sender sent."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stream:
+class Stream(NamedTuple):
     """What all messages of one fetch have in common: the identity of the blocks, both ranks and the tokens. A message under
     any other is of another time or for somebody else."""
 
@@ -54,7 +53,7 @@ class Header:
 
     def crc(self, payload: Buffer) -> int:
         """CRC32C over the header's fields and the payload."""
-        fields = _CHECKED.pack(*astuple(self.stream), self.message, self.first_row, self.num_rows)
+        fields = _CHECKED.pack(*self.stream, self.message, self.first_row, self.num_rows)
         # The library takes no memoryview, but an array around the same memory.
         data = payload if isinstance(payload, bytes) else np.asarray(payload)
         return int(google_crc32c.extend(google_crc32c.value(fields), data))
@@ -62,47 +61,42 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A received message whose CRC is still to be checked. payload: a view into the frame, empty when it came otherwise."""
+    """A received message whose CRC is still to be checked. payload: a view into the frame."""
 
     header: Header
     crc: int
     payload: memoryview
 
-    def check(self, payload: Buffer) -> None:
+    def check(self) -> None:
         """`Corrupted` when payload or header are not what was sent."""
-        if self.header.crc(payload) != self.crc:
+        if self.header.crc(self.payload) != self.crc:
             raise Corrupted(f"message {self.header.message} has a wrong checksum")
 
 
-def encode(header: Header, payload: Buffer, *, detached: bool = False) -> bytes:
-    """The frame; `detached` leaves the payload out, which then travels on another way."""
+def encode(header: Header, payload: Buffer) -> bytes:
+    """The frame."""
     fields = pb.FetchHeader(
-        **asdict(header.stream),
+        **header.stream._asdict(),
         message=header.message,
         first_row=header.first_row,
         num_rows=header.num_rows,
         crc32c=header.crc(payload),
     ).SerializeToString()
-    parts: list[Buffer] = [_length(_HEADER_TAG, len(fields)), fields]
-    if not detached:
-        parts += [_length(_PAYLOAD_TAG, len(payload)), payload]
-    return b"".join(parts)
+    return b"".join([_length(_HEADER_TAG, len(fields)), fields, _length(_PAYLOAD_TAG, len(payload)), payload])
 
 
 def decode(frame: bytes) -> Frame:
     """Takes a frame apart; `Corrupted` when it is none, or has anything but a header and a payload."""
     view = memoryview(frame)
     fields, rest = _field(view, _HEADER_TAG)
-    payload = view[:0]
-    if len(rest):
-        payload, rest = _field(rest, _PAYLOAD_TAG)
+    payload, rest = _field(rest, _PAYLOAD_TAG)
     if len(rest):
         raise Corrupted(f"{len(rest)} bytes after the payload")
     try:
         header = pb.FetchHeader.FromString(bytes(fields))
     except DecodeError as error:
         raise Corrupted("the header is none") from error
-    stream = Stream(*(getattr(header, field.name) for field in dataclasses.fields(Stream)))
+    stream = Stream(*(getattr(header, field) for field in Stream._fields))
     return Frame(Header(stream, header.message, header.first_row, header.num_rows), header.crc32c, payload)
 
 

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.typing import NDArray
+
+Blocks = Sequence[int] | NDArray[np.int64]
 
 
 class Generations:
@@ -21,7 +24,7 @@ class Generations:
         """The newest stamp; 0 before the first."""
         return self._now
 
-    def stamp(self, blocks: Sequence[int]) -> int:
+    def stamp(self, blocks: Blocks) -> int:
         """The blocks have a new owner from now on; returns their stamp. IndexError for a block that is not in the pool."""
         ids = _ids(blocks)
         if len(ids) and not 0 <= ids.min() <= ids.max() < len(self._stamps):
@@ -31,10 +34,10 @@ class Generations:
         self._now = generation
         return generation
 
-    def untouched(self, blocks: Sequence[int], since: int) -> bool:
+    def untouched(self, blocks: Blocks, since: int) -> bool:
         """Whether none of the blocks was handed out after `since`."""
         return bool((self._stamps[_ids(blocks)] <= since).all())
 
 
-def _ids(blocks: Sequence[int]) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _ids(blocks: Blocks) -> NDArray[np.int64]:
     return np.asarray(blocks, dtype=np.int64)

@@ -4,10 +4,10 @@ import numpy as np
 
 from cp_layout.packing import Packing
 from cp_layout.reshard import Link, Runs
-from kv_transfer.framing import Buffer, Corrupted, Frame, Stream
+from kv_transfer.framing import Corrupted, Frame, Stream
 from kv_transfer.generations import Generations
 from kv_transfer.pull import Pull, Report
-from kv_transfer.store import Int64s, Store
+from kv_transfer.store import Bytes, Int64s, Store
 
 
 class TargetReused(Exception):
@@ -38,25 +38,21 @@ class Incoming:
         self._generations = generations
         self._report = report
         self._slots: Int64s = runs.dst_slots(np.asarray(pull.blocks, np.int64), geometry.block_size)
-        self._blocks = np.unique(self._slots // geometry.block_size).tolist()
+        self._blocks = np.unique(self._slots // geometry.block_size)
 
     def begin(self, attempt: int, generation: int) -> None:
         """From now on messages of this attempt count, and those of the source's blocks of this generation."""
         pull, link = self._pull, self._link
         self._stream = Stream(pull.session, attempt, pull.epoch, generation, link.src, link.dst, pull.start, pull.end)
 
-    def size(self, message: int) -> int:
-        """Payload bytes of a message."""
-        return len(self.packing.rows(message)) * self.packing.row_bytes
-
-    def take(self, frame: Frame, payload: Buffer, *, shared: bool) -> None:
+    def take(self, frame: Frame) -> None:
         """Writes the payload where it belongs, if it is what was asked for and not there yet.
 
         `Corrupted` when it is damaged: nothing of it is believed, not even its index. `TargetReused` when this rank's own
         blocks are no longer the pull's. What is intact but of another identity, or already written, is dropped and counted.
         """
-        frame.check(payload)
-        header, report = frame.header, self._report
+        frame.check()
+        header, payload, report = frame.header, frame.payload, self._report
         if header.stream != self._stream:
             report.stale += 1
             return
@@ -70,17 +66,20 @@ class Incoming:
         if header.message not in self.missing:
             report.duplicates += 1
             return
-        self._write(header.message, payload)
-        self.missing.discard(header.message)
-        report.messages += 1
-        report.payload_bytes += len(payload)
-        report.shared_bytes += len(payload) if shared else 0
+        self.write(header.message, np.frombuffer(payload, np.uint8))
+        self.count(header.message)
 
-    def _write(self, message: int, payload: Buffer) -> None:
+    def count(self, message: int) -> None:
+        """The message is written and true."""
+        self.missing.discard(message)
+        self._report.messages += 1
+        self._report.payload_bytes += len(self.packing.rows(message)) * self.packing.row_bytes
+
+    def write(self, message: int, payload: Bytes) -> None:
+        """Writes the bytes of a message where they belong; `TargetReused`."""
         # Between this look and the end of the write nothing else runs on the thread, and owners change only once no pull of
         # theirs is running; the look catches a caller that breaks that rule.
         if not self._generations.untouched(self._blocks, self._pull.generation):
             raise TargetReused
         places = self.packing.places(message, self._slots, self._store.geometry.slots)
-        rows = np.frombuffer(payload, np.uint8).reshape(len(places), -1)
-        self._store.write(places, self._link.dst_head, self._link.num_heads, rows)
+        self._store.write(places, self._link.dst_head, self._link.num_heads, payload.reshape(len(places), -1))

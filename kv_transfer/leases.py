@@ -12,6 +12,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cp_wire.errors import LeaseEnded, Stale, Unknown
 from kv_transfer.generations import Generations
 
@@ -32,7 +35,7 @@ class Lease:
     deadline: float
     readers: set[int]
     """Target ranks that have not released yet."""
-    blocks: list[int]
+    blocks: NDArray[np.int64]
     """The rank's block table of the request."""
     tokens: int
     """Tokens [0, tokens) of the request, over all shards, can be read."""
@@ -70,8 +73,8 @@ class LeaseTable:
         """Opens a session; without readers it ends at once. `Stale` when the session exists or has existed."""
         if session in self._active or session in self._fate:
             raise Stale(f"transfer {session} was granted before")
-        deadline = self._clock() + self.ttl_s
-        lease = Lease(session, epoch, shard_offset, self._generations.now(), deadline, set(readers), list(blocks), tokens)
+        deadline, held = self._clock() + self.ttl_s, np.array(blocks, np.int64)
+        lease = Lease(session, epoch, shard_offset, self._generations.now(), deadline, set(readers), held, tokens)
         self._active[session] = lease
         if not lease.readers:
             self._end(lease, "released")
@@ -81,7 +84,7 @@ class LeaseTable:
         lease = self.get(session)
         if tokens < lease.tokens:
             raise Stale(f"transfer {session} has {lease.tokens} tokens, it cannot shrink to {tokens}")
-        lease.blocks += blocks
+        lease.blocks = np.concatenate([lease.blocks, np.asarray(blocks, np.int64)])
         lease.tokens = tokens
         lease.generation = self._generations.now()
         lease.deadline = self._clock() + self.ttl_s
@@ -91,8 +94,10 @@ class LeaseTable:
 
         `Stale`: a block of it has got another owner, which only a fault of the owner can bring about.
         """
-        self.expire()
         lease = self._active.get(session)
+        if lease is not None and lease.deadline <= self._clock():
+            self._end(lease, "expired")
+            lease = None
         if lease is None:
             how = self._fate.get(session)
             if how is None:
@@ -149,7 +154,7 @@ class LeaseTable:
         self._fate[lease.session] = how
         if len(self._fate) > REMEMBERED:
             del self._fate[next(iter(self._fate))]
-        self._ended.append(Ended(lease.session, how, tuple(lease.blocks)))
+        self._ended.append(Ended(lease.session, how, tuple(lease.blocks.tolist())))
 
 
 async def sweep(leases: LeaseTable, report: Callable[[list[Ended]], None], period_s: float) -> None:

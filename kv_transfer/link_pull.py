@@ -1,16 +1,19 @@
 """Pulling from one source rank: handshake, fetches, renewals, further attempts."""
 
 import asyncio
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
+from typing import Any
 
 import grpc
 import grpc.aio
+import numpy as np
 
 from cp_layout.errors import LayoutError
 from cp_layout.reshard import Link, Runs
 from cp_wire import errors
+from cp_wire.logs import get_logger
 from cp_wire.pb import kv_transfer_pb2 as pb
 from cp_wire.pb import kv_transfer_pb2_grpc
 from kv_transfer.budget import Budget
@@ -19,14 +22,13 @@ from kv_transfer.framing import FETCH, Corrupted, decode
 from kv_transfer.generations import Generations
 from kv_transfer.incoming import Incoming, TargetReused
 from kv_transfer.pull import Limits, Pull, Report, TransferFailed
-from kv_transfer.shared_memory import Offer
-from kv_transfer.store import Store
-from kv_transfer.tasks import together
+from kv_transfer.shared_memory import open_pool
+from kv_transfer.store import ArrayStore, Geometry, Store
+
+log = get_logger("transfer")
 
 BACK_OFF_S = 0.1
 """Before another attempt at a source that could not be reached; grows with the attempts."""
-SHARED_STREAMS = 2
-"""Fetches that alternate: while one memory is emptied, the other is filled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,6 @@ class LinkPull:
         self._stub = kv_transfer_pb2_grpc.KvTransferServiceStub(channel)
         # No deserializer: a frame is taken apart without a copy of its payload.
         self._fetch_method = channel.unary_stream(FETCH, request_serializer=pb.FetchRequest.SerializeToString)
-        self._may_share = target.limits.shared_messages > 0
         self._incoming: Incoming | None = None
 
     async def run(self) -> None:
@@ -83,18 +84,16 @@ class LinkPull:
     async def _attempt(self, attempt: int) -> None:
         """`Corrupted` when messages are missing afterwards."""
         described = await self._describe()
-        shared = self._may_share and described.facts.host != "" and described.facts.host == self._target.facts.host
-        incoming = self._incoming or self._expect(shared)
-        self._incoming = incoming
+        incoming = self._incoming = self._incoming or self._expect()
         incoming.begin(attempt, described.generation)
         renewing = asyncio.create_task(self._renew(described.lease_ms / 1000))
         try:
-            if shared:
-                await self._fetch_shared(incoming, attempt, described.generation)
+            pool = self._open(described)
+            if pool is not None:
+                await self._copy(incoming, pool, described)
             else:
                 async with self._target.budget.hold(2 * self._limits.message_bytes):
-                    todo = sorted(incoming.missing)
-                    await self._fetch(incoming, self._request(attempt, described.generation, todo), None)
+                    await self._fetch(incoming, self._request(attempt, described.generation, sorted(incoming.missing)))
         finally:
             renewing.cancel()
             await asyncio.wait([renewing])
@@ -118,40 +117,45 @@ class LinkPull:
             )
         return described
 
-    def _expect(self, shared: bool) -> Incoming:
-        limits, target = self._limits, self._target
-        size = limits.shared_message_bytes if shared else limits.message_bytes
+    def _expect(self) -> Incoming:
+        target, size = self._target, self._limits.message_bytes
         try:
             return Incoming(self._pull, self._link, self._runs, target.store, target.generations, size, self._report)
         except LayoutError as refusal:
             raise errors.ConfigRefused(str(refusal)) from refusal
 
-    async def _fetch_shared(self, incoming: Incoming, attempt: int, generation: int) -> None:
-        """Takes what is missing through memory of this rank: fetches of a few messages each, two at a time."""
-        todo = deque(sorted(incoming.missing))
-        slot_bytes = incoming.size(0)
-        slots = min(self._limits.shared_messages, len(todo))
-        streams = min(SHARED_STREAMS, -(-len(todo) // slots))
+    def _open(self, described: pb.DescribeResponse) -> ArrayStore | None:
+        """The source's pool, if this rank can read it by itself."""
+        if not described.HasField("pool"):
+            return None
+        own, layout = self._target.store.geometry, self._pull.source.layout
+        heads = len(self._pull.source.heads_of(self._link.src))
+        shape = Geometry(own.planes, described.pool.num_blocks, layout.block_size, heads, own.head_bytes).shape
+        try:
+            return ArrayStore(open_pool(described.pool, prod(shape)).reshape(shape))
+        except errors.ConfigRefused as refusal:
+            log.warning("a pool of this host cannot be read", source=self._link.src, why=refusal.message)
+            return None
 
-        async def alternate(offer: Offer) -> None:
-            while todo:
-                some = [todo.popleft() for _ in range(min(slots, len(todo)))]
-                request = self._request(attempt, generation, some)
-                request.shared.CopyFrom(offer.message())
-                await self._fetch(incoming, request, offer)
+    async def _copy(self, incoming: Incoming, pool: ArrayStore, described: pb.DescribeResponse) -> None:
+        """Takes what is missing from the source's pool, straight into this rank's.
 
-        async with self._target.budget.hold(streams * slots * slot_bytes):
-            offers: list[Offer] = []
-            try:
-                offers += (Offer(slot_bytes, slots) for _ in range(streams))
-                await together(alternate(offer) for offer in offers)
-            except (errors.ConfigRefused, OSError) as error:
-                # Memory that one end cannot make or the other cannot open: the stream remains.
-                self._may_share, self._incoming = False, None
-                raise errors.Unavailable(f"no memory is shared: {error}") from error
-            finally:
-                for offer in offers:
-                    offer.close()
+        What was copied counts once the source has said, afterwards, that the blocks are still the session's.
+        """
+        slots = self._runs.src_slots(np.array(described.blocks, np.int64), pool.geometry.block_size)
+        packing, copied = incoming.packing, sorted(incoming.missing)
+        scratch = np.empty((packing.rows_per_message, packing.row_bytes), np.uint8)
+        for message in copied:
+            rows = scratch[: len(packing.rows(message))]
+            places = packing.places(message, slots, pool.geometry.slots)
+            pool.read(places, self._link.src_head, self._link.num_heads, rows)
+            incoming.write(message, rows)
+            # The loop stays open for others: a message takes a fraction of a millisecond.
+            await asyncio.sleep(0)
+        await self._renew_once(self._limits.call_s)
+        for message in copied:
+            incoming.count(message)
+            self._report.shared_bytes += len(packing.rows(message)) * packing.row_bytes
 
     def _request(self, attempt: int, generation: int, messages: list[int]) -> pb.FetchRequest:
         pull = self._pull
@@ -170,25 +174,17 @@ class LinkPull:
             messages=messages,
         )
 
-    async def _fetch(self, incoming: Incoming, request: pb.FetchRequest, offer: Offer | None) -> None:
+    async def _fetch(self, incoming: Incoming, request: pb.FetchRequest) -> None:
         """One call: takes what comes until the source ends it; raises `KvloomError` when it ends badly or stands still."""
-        slot_of = {message: slot for slot, message in enumerate(request.messages)}
         call = self._fetch_method(request, timeout=self._limits.deadline_s)
+        reading = asyncio.create_task(self._read(call))
         try:
-            while True:
-                async with asyncio.timeout(self._limits.idle_s):
-                    data = await call.read()
-                if data is grpc.aio.EOF:
-                    return
+            while (data := await reading) is not grpc.aio.EOF:
+                # The next message comes in while this one is written.
+                reading = asyncio.create_task(self._read(call))
+                await asyncio.sleep(0)
                 try:
-                    frame = decode(data)
-                    payload = frame.payload
-                    if offer is not None:
-                        index = frame.header.message
-                        if index not in slot_of:
-                            raise Corrupted(f"message {index} was not asked for")
-                        payload = offer.slots.slot(slot_of[index], incoming.size(index))
-                    incoming.take(frame, payload, shared=offer is not None)
+                    incoming.take(decode(data))
                 except Corrupted:
                     self._report.corrupted += 1
         except TimeoutError as error:
@@ -196,14 +192,27 @@ class LinkPull:
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc_error(error) from error
         finally:
+            reading.cancel()
             call.cancel()
+            await asyncio.wait([reading])
+
+    async def _read(self, call: "grpc.aio.UnaryStreamCall[pb.FetchRequest, bytes]") -> Any:
+        async with asyncio.timeout(self._limits.idle_s):
+            return await call.read()
 
     async def _renew(self, lease_s: float) -> None:
         """Prolongs the lease until cancelled, or until the source no longer grants it: then the fetch fails by itself."""
-        request = pb.RenewRequest(session=self._pull.session, epoch=self._pull.epoch, instance=self._peer.instance)
         while True:
             await asyncio.sleep(lease_s / 3)
             try:
-                await self._stub.Renew(request, timeout=min(self._limits.call_s, lease_s))
-            except grpc.aio.AioRpcError:
+                await self._renew_once(min(self._limits.call_s, lease_s))
+            except errors.KvloomError:
                 return
+
+    async def _renew_once(self, timeout_s: float) -> None:
+        """Raises `KvloomError` when the lease is no more."""
+        request = pb.RenewRequest(session=self._pull.session, epoch=self._pull.epoch, instance=self._peer.instance)
+        try:
+            await self._stub.Renew(request, timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise errors.from_rpc_error(error) from error

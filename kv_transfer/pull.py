@@ -10,15 +10,12 @@ from cp_layout.reshard import Side
 class Limits:
     """Sizes in bytes, times in seconds.
 
-    message_bytes: of a streamed message, 0.25 to 2 MiB go fastest. shared_message_bytes and shared_messages: of memory shared
-    with a source on this host; two such memories per source alternate, 0 messages turn this off. bytes_in_flight: on their
-    way to this rank, all sources together. attempts: of one source, the first included. idle_s: without a message.
+    message_bytes: 0.25 to 2 MiB go fastest. bytes_in_flight: on their way to this rank, all sources together. attempts: of
+    one source, the first included. idle_s: without a message.
     call_s: of a call that carries no KV. deadline_s: of a whole pull, from its beginning.
     """
 
     message_bytes: int = 1 << 20
-    shared_message_bytes: int = 4 << 20
-    shared_messages: int = 4
     bytes_in_flight: int = 64 << 20
     attempts: int = 3
     idle_s: float = 5.0
@@ -62,7 +59,7 @@ class Report:
     """Written to the pool, each once."""
     payload_bytes: int = 0
     shared_bytes: int = 0
-    """Part of the payload that came through shared memory."""
+    """Part of the payload that was copied from a pool on this host."""
     duplicates: int = 0
     """Intact, but written before."""
     corrupted: int = 0

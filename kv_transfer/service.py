@@ -40,20 +40,33 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
         return await _answered(self._source.release, request, context)
 
     async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
-        """Packs one message at a time, each when the one before has gone out."""
+        """Packs a message while the one before it is on its way out; never further ahead."""
         try:
             await self._send_all(request, context)
         except TimeoutError:
             # The status waits behind the messages that nobody takes, until the reader moves or its connection is given up;
-            # nothing of the pool or of shared memory is held meanwhile.
+            # nothing of the pool is held meanwhile.
             await errors.abort(context, errors.DeadlineExceeded(f"no message was taken for {self._write_s} s"))
         except Exception as error:
             await _abort(error, request, context)
 
     async def _send_all(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
         fetch = self._source.open(request)
-        for position in range(len(fetch.messages)):
-            await self.send(fetch.frame(position), context)
+        sending: asyncio.Task[None] | None = None
+        try:
+            for position in range(len(fetch.messages)):
+                frame = fetch.frame(position)
+                if sending is not None:
+                    await sending
+                sending = asyncio.create_task(self.send(frame, context))
+                # Lets it begin.
+                await asyncio.sleep(0)
+            if sending is not None:
+                await sending
+        finally:
+            if sending is not None and not sending.done():
+                sending.cancel()
+                await asyncio.wait([sending])
 
     async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
         """Writes one frame; TimeoutError when the reader does not take it."""

@@ -1,9 +1,8 @@
-"""Memory through which the payloads of a transfer go when both ends are on one host.
+"""A pool that other processes of this host may read: what is taken over on one host is copied once, from pool to pool.
 
-The reader of a transfer makes it and tells the source where it is; the source writes payloads into its slots. It is an
-anonymous file without a name: nothing can be left behind, however either process ends. The source opens it through
-/proc/PID/fd/N, which the kernel allows to processes of the same user and PID namespace, and only writes to a file of ours
-that begins with the key it was given and that can no longer shrink under it.
+The memory is an anonymous file without a name: nothing can be left behind, however its processes end. A reader opens it
+through /proc/PID/fd/N, which the kernel allows to processes of the same user and PID namespace, maps it for reading only and
+for as long as one pull lasts, so that it never keeps the memory of a dead process.
 """
 
 import fcntl
@@ -11,54 +10,43 @@ import mmap
 import os
 import secrets
 
+import numpy as np
+from numpy.typing import NDArray
+
 from cp_wire.errors import ConfigRefused
 from cp_wire.pb import kv_transfer_pb2 as pb
 
 PAGE = 4096
-MAX_BYTES = 1 << 30
-_NAME = "kvloom-transfer"
-_MAGIC = b"kvloomT1"
+_NAME = "kvloom-kv"
+_MAGIC = b"kvloomKV"
 _KEY_BYTES = 16
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+
+Bytes = NDArray[np.uint8]
 
 
-class SharedSlots:
-    """A mapping of the memory: slots of `slot_bytes`. Unmapped with the object and the last view of a slot."""
+class SharedPool:
+    """The owner's end: `data` [size] zeros, which take memory when they are first written. `close` ends further opening; the
+    memory itself lives until the last view of it is gone."""
 
-    def __init__(self, fd: int, slot_bytes: int, slots: int) -> None:
-        """Maps the descriptor and leaves it open. Raises OSError."""
-        self._memory = mmap.mmap(fd, PAGE + slot_bytes * slots)
-        self.slot_bytes = slot_bytes
-        self.slots = slots
-
-    def slot(self, index: int, size: int) -> memoryview:
-        """The first `size` bytes of a slot; IndexError when that is not inside it."""
-        if not (0 <= index < self.slots and 0 <= size <= self.slot_bytes):
-            raise IndexError(f"{size} bytes of slot {index}: there are {self.slots} slots of {self.slot_bytes} bytes")
-        start = PAGE + index * self.slot_bytes
-        return memoryview(self._memory)[start : start + size]
-
-
-class Offer:
-    """What the reading end makes: memory for its source, to be opened until `close`."""
-
-    def __init__(self, slot_bytes: int, slots: int) -> None:
+    def __init__(self, size: int) -> None:
         """Raises OSError when the system has no such memory."""
         self._fd = os.memfd_create(_NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
-            size = PAGE + slot_bytes * slots
             self._key = secrets.token_bytes(_KEY_BYTES)
-            os.ftruncate(self._fd, size)
+            self._bytes = PAGE + size
+            os.ftruncate(self._fd, self._bytes)
             os.pwrite(self._fd, _MAGIC + self._key, 0)
-            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self.slots = SharedSlots(self._fd, slot_bytes, slots)
+            # A file that shrank under a reader would kill it.
+            fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, _SEALS)
+            self.data: Bytes = np.frombuffer(mmap.mmap(self._fd, self._bytes), np.uint8, offset=PAGE)
         except OSError:
             os.close(self._fd)
             raise
 
-    def message(self) -> pb.SharedMemory:
-        """Where the source finds it."""
-        size = PAGE + self.slots.slot_bytes * self.slots.slots
-        return pb.SharedMemory(pid=os.getpid(), fd=self._fd, key=self._key, bytes=size)
+    def message(self) -> pb.SharedPool:
+        """Where a reader finds it."""
+        return pb.SharedPool(pid=os.getpid(), fd=self._fd, key=self._key, bytes=self._bytes)
 
     def close(self) -> None:
         """Nobody can open it from now on. Idempotent."""
@@ -67,26 +55,27 @@ class Offer:
             self._fd = -1
 
 
-def open_offer(message: pb.SharedMemory, slot_bytes: int, slots: int) -> SharedSlots:
-    """Maps what an `Offer` describes; `ConfigRefused` when it is gone, is something else, or has another size."""
-    wanted = PAGE + slot_bytes * slots
-    if message.bytes < wanted or message.bytes > MAX_BYTES:
-        raise ConfigRefused(f"shared memory of {message.bytes} bytes for {slots} slots of {slot_bytes} bytes")
+def open_pool(message: pb.SharedPool, size: int) -> Bytes:
+    """The [size] bytes of a `SharedPool`, read-only; `ConfigRefused` when it is gone or is something else.
+
+    Unmapped with the last view.
+    """
     path = f"/proc/{message.pid}/fd/{message.fd}"
     try:
         # Without the look at the link, opening could wake a device or hang in a pipe.
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
-            raise ConfigRefused("the descriptor is no memory for a transfer")
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+            raise ConfigRefused("the descriptor is no KV pool")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError as error:
-        raise ConfigRefused(f"shared memory of another process cannot be opened: {error.strerror}") from error
+        raise ConfigRefused(f"the KV pool of another process cannot be opened: {error.strerror}") from error
     try:
-        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
-        key = os.pread(fd, len(_MAGIC) + _KEY_BYTES, 0)
-        if not sealed or key != _MAGIC + message.key or os.fstat(fd).st_size < wanted:
-            raise ConfigRefused("the descriptor is not the memory that was offered")
-        return SharedSlots(fd, slot_bytes, slots)
+        sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
+        found = os.pread(fd, len(_MAGIC) + _KEY_BYTES, 0)
+        if not sealed or found != _MAGIC + message.key or os.fstat(fd).st_size != PAGE + size:
+            raise ConfigRefused("the descriptor is not the KV pool that was described")
+        memory = mmap.mmap(fd, PAGE + size, mmap.MAP_SHARED, mmap.PROT_READ)
+        return np.frombuffer(memory, np.uint8, offset=PAGE)
     except OSError as error:
-        raise ConfigRefused(f"shared memory cannot be mapped: {error.strerror}") from error
+        raise ConfigRefused(f"the KV pool of another process cannot be mapped: {error.strerror}") from error
     finally:
         os.close(fd)

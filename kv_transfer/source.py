@@ -13,12 +13,10 @@ from cp_wire.pb import kv_transfer_pb2 as pb
 from kv_transfer import framing
 from kv_transfer.facts import Place, require_equal, side_of
 from kv_transfer.leases import Lease, LeaseTable
-from kv_transfer.shared_memory import SharedSlots, open_offer
-from kv_transfer.store import Bytes, Int64s, Store
+from kv_transfer.store import Int64s, Store
 
-MAX_STREAMED_BYTES = 2 << 20
-"""Larger messages are slower in a stream."""
-MAX_SHARED_BYTES = 64 << 20
+MAX_MESSAGE_BYTES = 2 << 20
+"""Larger messages only go slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +30,7 @@ class Outgoing:
 class Fetch:
     """One accepted `Fetch` call: `frame` packs its messages, one at a time."""
 
-    def __init__(
-        self, source: "Source", request: pb.FetchRequest, outgoing: Outgoing, packing: Packing, shared: SharedSlots | None
-    ) -> None:
+    def __init__(self, source: "Source", request: pb.FetchRequest, outgoing: Outgoing, packing: Packing) -> None:
         self.messages: Sequence[int] = list(request.messages)
         self._source = source
         self._request = request
@@ -50,8 +46,7 @@ class Fetch:
             end=request.end,
         )
         self._packing = packing
-        self._shared = shared
-        self._scratch = np.empty(0 if shared else packing.rows_per_message * packing.row_bytes, np.uint8)
+        self._scratch = np.empty(packing.rows_per_message * packing.row_bytes, np.uint8)
 
     def frame(self, position: int) -> bytes:
         """Packs the message at this position of `messages`.
@@ -65,12 +60,11 @@ class Fetch:
         link, store = self._outgoing.link, self._source.store
         self._source.lease_for(self._request)
         places = self._packing.places(message, self._outgoing.slots, store.geometry.slots)
-        payload = self._scratch.data[:size] if self._shared is None else self._shared.slot(position, size)
-        out: Bytes = np.frombuffer(payload, np.uint8).reshape(len(rows), -1)
-        store.read(places, link.src_head, link.num_heads, out)
+        payload = self._scratch[:size]
+        store.read(places, link.src_head, link.num_heads, payload.reshape(len(rows), -1))
         self._source.lease_for(self._request)
         header = framing.Header(self._stream, message, rows.start, len(rows))
-        return framing.encode(header, payload, detached=self._shared is not None)
+        return framing.encode(header, payload.data)
 
 
 def _range_of(request: pb.FetchRequest) -> tuple[int, int, int]:
@@ -91,13 +85,19 @@ class Source:
         """The handshake; `ConfigRefused` names the field that differs."""
         require_equal(self.facts, request.facts)
         lease = self._lease(request.session, request.epoch, self.place.instance)
-        return pb.DescribeResponse(
+        described = pb.DescribeResponse(
             facts=self.facts,
             tokens=lease.tokens,
             shard_offset=lease.shard_offset,
             generation=lease.generation,
             lease_ms=self._lease_ms,
         )
+        pool = self.store.shared
+        if pool is not None and request.facts.host == self.place.host != "":
+            described.pool.CopyFrom(pool.message())
+            described.pool.num_blocks = self.store.geometry.num_blocks
+            described.blocks.extend(lease.blocks.tolist())
+        return described
 
     def renew(self, request: pb.RenewRequest) -> pb.RenewResponse:
         """A whole lease from now."""
@@ -114,9 +114,8 @@ class Source:
     def open(self, request: pb.FetchRequest) -> Fetch:
         """Accepts a fetch, or refuses it with what is wrong; nothing is read yet."""
         lease = self.lease_for(request)
-        limit = MAX_SHARED_BYTES if request.HasField("shared") else MAX_STREAMED_BYTES
-        if not 1 <= request.message_bytes <= limit:
-            raise InvalidRequest("message_bytes", request.message_bytes, f"between 1 and {limit}")
+        if not 1 <= request.message_bytes <= MAX_MESSAGE_BYTES:
+            raise InvalidRequest("message_bytes", request.message_bytes, f"between 1 and {MAX_MESSAGE_BYTES}")
         if not request.start < request.end <= lease.tokens:
             raise InvalidRequest("end", request.end, f"tokens [{request.start}, end) of the {lease.tokens} that can be read")
         outgoing = self._outgoing(lease, request)
@@ -126,11 +125,7 @@ class Source:
             if message >= packing.num_messages:
                 raise InvalidRequest("messages", message, f"there are {packing.num_messages}")
         lease.attempts[_range_of(request)] = request.attempt
-        shared = None
-        if request.HasField("shared"):
-            slot_bytes = packing.rows_per_message * row_bytes
-            shared = open_offer(request.shared, slot_bytes, len(request.messages))
-        return Fetch(self, request, outgoing, packing, shared)
+        return Fetch(self, request, outgoing, packing)
 
     def lease_for(self, request: pb.FetchRequest) -> Lease:
         """The lease the request speaks of, if everything it says of it still holds."""
@@ -170,7 +165,7 @@ class Source:
             links = [link for link in plan.links if (link.src, link.dst) == (self.place.rank, request.target_rank)]
             if not links:
                 raise ConfigRefused(f"rank {self.place.rank} has nothing for rank {request.target_rank} of this target")
-            slots = plan.runs_of(links[0]).src_slots(np.array(lease.blocks, np.int64), own.layout.block_size)
+            slots = plan.runs_of(links[0]).src_slots(lease.blocks, own.layout.block_size)
         except LayoutError as refusal:
             raise ConfigRefused(f"transfer {request.session}: {refusal}") from refusal
         return Outgoing(links[0], slots)

@@ -10,6 +10,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from kv_transfer.shared_memory import SharedPool
+
 Bytes = NDArray[np.uint8]
 Int64s = NDArray[np.int64]
 
@@ -48,6 +50,11 @@ class Store(Protocol):
         """Sizes of the pool."""
         ...
 
+    @property
+    def shared(self) -> SharedPool | None:
+        """The memory of the whole pool, [planes, …] as `Geometry.shape` says, if processes of this host may read it."""
+        ...
+
     def read(self, places: Int64s, first_head: int, num_heads: int, out: Bytes) -> None:
         """Copies the rows to `out` [n, num_heads·head_bytes], contiguous."""
         ...
@@ -58,13 +65,20 @@ class Store(Protocol):
 
 
 class ArrayStore:
-    """A pool in memory: a C-contiguous uint8 array of `geometry.shape`, shared with its owner."""
+    """A pool in memory: a C-contiguous uint8 array of `geometry.shape`, shared with its owner. shared: where `data` lies, if
+    others may read it there."""
 
-    def __init__(self, data: Bytes) -> None:
+    def __init__(self, data: Bytes, shared: SharedPool | None = None) -> None:
         if data.dtype != np.uint8 or data.ndim != 5 or not data.flags.c_contiguous:
             raise ValueError("a pool is a contiguous uint8 array [planes, num_blocks, block_size, heads, head_bytes]")
         self._geometry = Geometry(*data.shape)
         self._data = data.reshape(-1)
+        self._shared = shared
+
+    @property
+    def shared(self) -> SharedPool | None:
+        """See `Store.shared`."""
+        return self._shared
 
     @property
     def geometry(self) -> Geometry:

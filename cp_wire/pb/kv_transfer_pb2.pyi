@@ -138,6 +138,8 @@ class DescribeResponse(google.protobuf.message.Message):
     SHARD_OFFSET_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
+    POOL_FIELD_NUMBER: builtins.int
+    BLOCKS_FIELD_NUMBER: builtins.int
     tokens: builtins.int
     """Tokens [0, tokens) can be read."""
     shard_offset: builtins.int
@@ -146,6 +148,14 @@ class DescribeResponse(google.protobuf.message.Message):
     lease_ms: builtins.int
     @property
     def facts(self) -> global___KvFacts: ...
+    @property
+    def pool(self) -> global___SharedPool:
+        """For a rank of the same host only: where it may read by itself, and the session's blocks there. What it reads counts once a
+        `Renew` after it has been answered: then the blocks were the session's all the time.
+        """
+
+    @property
+    def blocks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     def __init__(
         self,
         *,
@@ -154,9 +164,11 @@ class DescribeResponse(google.protobuf.message.Message):
         shard_offset: builtins.int = ...,
         generation: builtins.int = ...,
         lease_ms: builtins.int = ...,
+        pool: global___SharedPool | None = ...,
+        blocks: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["facts", b"facts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["facts", b"facts", "generation", b"generation", "lease_ms", b"lease_ms", "shard_offset", b"shard_offset", "tokens", b"tokens"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["facts", b"facts", "pool", b"pool"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["blocks", b"blocks", "facts", b"facts", "generation", b"generation", "lease_ms", b"lease_ms", "pool", b"pool", "shard_offset", b"shard_offset", "tokens", b"tokens"]) -> None: ...
 
 global___DescribeResponse = DescribeResponse
 
@@ -175,7 +187,6 @@ class FetchRequest(google.protobuf.message.Message):
     END_FIELD_NUMBER: builtins.int
     MESSAGE_BYTES_FIELD_NUMBER: builtins.int
     MESSAGES_FIELD_NUMBER: builtins.int
-    SHARED_FIELD_NUMBER: builtins.int
     session: builtins.int
     attempt: builtins.int
     """Grows with every attempt of the asking rank; a source refuses attempts at a range older than the newest it has seen."""
@@ -192,10 +203,6 @@ class FetchRequest(google.protobuf.message.Message):
     def messages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Which messages, ascending."""
 
-    @property
-    def shared(self) -> global___SharedMemory:
-        """When present, the i-th of `messages` goes to slot i of this memory instead of into the stream."""
-
     def __init__(
         self,
         *,
@@ -210,16 +217,17 @@ class FetchRequest(google.protobuf.message.Message):
         end: builtins.int = ...,
         message_bytes: builtins.int = ...,
         messages: collections.abc.Iterable[builtins.int] | None = ...,
-        shared: global___SharedMemory | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["shared", b"shared", "target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "end", b"end", "epoch", b"epoch", "generation", b"generation", "instance", b"instance", "message_bytes", b"message_bytes", "messages", b"messages", "session", b"session", "shared", b"shared", "start", b"start", "target", b"target", "target_rank", b"target_rank"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["target", b"target"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "end", b"end", "epoch", b"epoch", "generation", b"generation", "instance", b"instance", "message_bytes", b"message_bytes", "messages", b"messages", "session", b"session", "start", b"start", "target", b"target", "target_rank", b"target_rank"]) -> None: ...
 
 global___FetchRequest = FetchRequest
 
 @typing.final
-class SharedMemory(google.protobuf.message.Message):
-    """Anonymous memory of the asking process: a page with a magic word and the key, then slots of `message_bytes`."""
+class SharedPool(google.protobuf.message.Message):
+    """The source's pool as an anonymous file that processes of its host may read: a page with a magic word and the key, then the
+    planes, [num_blocks, block_size, heads, head_bytes] each.
+    """
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -227,10 +235,12 @@ class SharedMemory(google.protobuf.message.Message):
     FD_FIELD_NUMBER: builtins.int
     KEY_FIELD_NUMBER: builtins.int
     BYTES_FIELD_NUMBER: builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: builtins.int
     pid: builtins.int
     fd: builtins.int
     key: builtins.bytes
     bytes: builtins.int
+    num_blocks: builtins.int
     def __init__(
         self,
         *,
@@ -238,10 +248,11 @@ class SharedMemory(google.protobuf.message.Message):
         fd: builtins.int = ...,
         key: builtins.bytes = ...,
         bytes: builtins.int = ...,
+        num_blocks: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "fd", b"fd", "key", b"key", "pid", b"pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bytes", b"bytes", "fd", b"fd", "key", b"key", "num_blocks", b"num_blocks", "pid", b"pid"]) -> None: ...
 
-global___SharedMemory = SharedMemory
+global___SharedPool = SharedPool
 
 @typing.final
 class FetchResponse(google.protobuf.message.Message):

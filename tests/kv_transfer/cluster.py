@@ -3,7 +3,8 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from kv_transfer.leases import LeaseTable
 from kv_transfer.pull import Limits, Peer, Pull, Report
 from kv_transfer.puller import Puller
 from kv_transfer.service import SERVICE, KvTransferServicer, add_to_server
+from kv_transfer.shared_memory import SharedPool
 from kv_transfer.source import Source
 from kv_transfer.store import ArrayStore
 
@@ -26,7 +28,7 @@ HEAD_BYTES = 8
 UNTOUCHED = -1
 SESSION, EPOCH = 77, 3
 DEADLINE_S = 30.0
-TEST_LIMITS = Limits(message_bytes=256, shared_messages=0, idle_s=5, call_s=5, deadline_s=20)
+TEST_LIMITS = Limits(message_bytes=256, idle_s=5, call_s=5, deadline_s=20)
 
 
 class Clock:
@@ -54,6 +56,7 @@ class Rank:
     store: ArrayStore
     generations: Generations
     facts: pb.KvFacts
+    shared: SharedPool | None
 
     @classmethod
     def make(cls, side: Side, rank: int, length: int, *, name: str, host: str = "", seed: int = 0) -> "Rank":
@@ -61,14 +64,17 @@ class Rank:
         columns = layout.blocks_needed(side.shard_of(rank), length)
         ids = np.random.default_rng((seed, rank)).permutation(columns + 3)[:columns]
         shape = (PLANES, columns + 3, layout.block_size, len(side.heads_of(rank)))
-        pool = np.full(shape, UNTOUCHED, np.int64)
-        store = ArrayStore(pool.view(np.uint8).reshape(*shape, HEAD_BYTES))
+        shared = SharedPool(prod(shape) * HEAD_BYTES) if host else None
+        data = np.empty(prod(shape) * HEAD_BYTES, np.uint8) if shared is None else shared.data
+        pool = data.view(np.int64).reshape(shape)
+        pool[:] = UNTOUCHED
+        store = ArrayStore(data.reshape(*shape, HEAD_BYTES), shared)
         # What a rank says of itself names no request, so its shard offset is 0.
         place = Place(Side(side.grid, layout, side.kv_heads), rank, f"{name}-{rank}", host)
         facts = facts_of(place, store.geometry, "model", "int64")
         generations = Generations(columns + 3)
         generations.stamp(ids.tolist())
-        return cls(place, ids.tolist(), pool, store, generations, facts)
+        return cls(place, ids.tolist(), pool, store, generations, facts, shared)
 
     def wanted(self, side: Side, start: int, end: int) -> np.ndarray:
         """The pool as it should be with tokens [start, end) and nothing else."""
@@ -97,7 +103,6 @@ class Sides:
     peers: Mapping[int, Peer]
     targets: list[Rank]
     pullers: list[Puller]
-    reports: list[Report] = field(default_factory=list)
 
     def pull_of(self, rank: int, start: int = 0, end: int | None = None) -> Pull:
         target = self.targets[rank]
@@ -175,6 +180,9 @@ async def sides(
             await puller.close()
         for server in made.servers:
             await server.stop(0)
+        for rank in (*made.sources, *made.targets):
+            if rank.shared is not None:
+                rank.shared.close()
 
 
 def side(n: int, interleave: int, block_size: int, *, tp: int = 1, kv_heads: int | None = 1, offset: int = 0) -> Side:

@@ -19,7 +19,8 @@ from kv_transfer.source import Source
 from tests.kv_transfer.cluster import DEADLINE_S, SESSION, Sides, side, sides
 
 PAIR = (side(2, 1, 4), side(1, 4, 4))
-QUICK = Limits(message_bytes=64, shared_messages=0, idle_s=0.2, call_s=0.2, deadline_s=5, attempts=2)
+SMALL = Limits(message_bytes=64)
+QUICK = Limits(message_bytes=64, idle_s=0.2, call_s=0.2, deadline_s=5, attempts=2)
 
 
 class Gated(KvTransferServicer):
@@ -68,7 +69,7 @@ async def test_h1_a_lease_that_expired_before_the_pull_is_an_error() -> None:
 
 
 async def test_h1_a_lease_that_expires_in_the_middle_ends_the_pull() -> None:
-    async with sides(*PAIR, 33, ttl_s=10, servicer=Gated) as both:
+    async with sides(*PAIR, 33, ttl_s=10, servicer=Gated, limits=SMALL) as both:
         pulling = asyncio.create_task(both.move())
         for servicer in both.servicers:
             assert isinstance(servicer, Gated)
@@ -87,7 +88,7 @@ async def test_h1_blocks_that_were_handed_out_again_are_never_sent() -> None:
         rank, store = both.sources[0], both.servicers[0]._source.store
 
         class Stolen:
-            geometry = store.geometry
+            geometry, shared = store.geometry, None
 
             def read(self, *args: object) -> None:
                 rank.generations.stamp(rank.blocks[:1])
@@ -98,6 +99,26 @@ async def test_h1_blocks_that_were_handed_out_again_are_never_sent() -> None:
         failed = await failure(both)
         assert failed.reason == "STALE" and "handed out again" in str(failed)
         assert not any((target.pool == 666).any() for target in both.targets)
+
+
+@pytest.mark.parametrize("how", ["stolen", "expired"])
+async def test_h1_what_was_copied_counts_only_if_the_blocks_are_still_the_sessions(how: str) -> None:
+    async with sides(side(1, 4, 4), side(1, 4, 4), 33, host="here", ttl_s=10) as both:
+        (rank,), (source,), (target,) = both.sources, both.servicers, both.targets
+        write = target.store.write
+
+        def late(*args: object) -> None:
+            if how == "stolen":
+                rank.generations.stamp(rank.blocks[:1])
+            else:
+                both.clock.now += 10
+            write(*args)  # type: ignore[arg-type]
+
+        target.store.write = late  # type: ignore[method-assign]
+        failed = await failure(both)
+        assert failed.reason == ("STALE" if how == "stolen" else "LEASE_ENDED")
+        assert (failed.report.messages, failed.report.shared_bytes) == (0, 0)
+        assert source._source.leases.active == (how == "stolen")
 
 
 async def test_h3_a_renewed_lease_outlives_its_first_term() -> None:
@@ -161,7 +182,7 @@ async def test_h10_a_source_that_freezes_in_the_middle_fails_the_pull_in_time() 
 
 
 async def test_h22_the_deadline_counts_from_the_first_message() -> None:
-    limits = Limits(message_bytes=64, shared_messages=0, idle_s=5, deadline_s=0.3)
+    limits = Limits(message_bytes=64, idle_s=5, deadline_s=0.3)
     async with sides(*PAIR, 33, limits=limits, servicer=Gated) as both:
         failed = await failure(both)
         assert failed.reason == "DEADLINE_EXCEEDED" and "not done after 0.3 s" in str(failed)

@@ -80,29 +80,36 @@ async def test_messages_are_as_many_as_their_bytes_need_whatever_the_runs() -> N
 
 
 async def test_few_bytes_in_flight_are_enough() -> None:
-    limits = Limits(message_bytes=64, shared_messages=0, bytes_in_flight=1)
+    limits = Limits(message_bytes=64, bytes_in_flight=1)
     async with sides(side(4, 1, 4), side(1, 4, 4), 33, limits=limits) as both:
         await both.move()
         both.check()
 
 
-@pytest.mark.parametrize("messages", [1, 2, 64])
-async def test_ends_on_one_host_share_memory(messages: int) -> None:
-    limits = Limits(shared_message_bytes=256, shared_messages=messages)
-    for pair, length in itertools.product((PAIRS[0], PAIRS[4], PAIRS[8]), (1, 33)):
-        async with sides(*pair, length, limits=limits, host="here") as both:
+async def test_ends_on_one_host_copy_from_pool_to_pool() -> None:
+    for pair, length in itertools.product(PAIRS, (1, 33)):
+        async with sides(*pair, length, host="here") as both:
             reports = await both.move()
             both.check()
             assert sum(report.shared_bytes for report in reports) == payload(both, 0, length)
             assert not any(report.corrupted + report.retries for report in reports)
+            await both.release()
+            assert all(leases.active == 0 for leases in both.leases)
 
 
-async def test_memory_that_cannot_be_shared_leaves_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("no such memory")
-
-    monkeypatch.setattr("kv_transfer.link_pull.Offer", refuse)
-    async with sides(side(1, 4, 4), side(1, 4, 4), 9, limits=Limits(), host="here") as both:
+async def test_a_pool_that_cannot_be_opened_leaves_the_stream() -> None:
+    async with sides(side(1, 4, 4), side(1, 4, 4), 9, host="here") as both:
+        shared = both.sources[0].shared
+        assert shared is not None
+        shared._key = b"another"
         (report,) = await both.move()
         both.check()
-        assert (report.shared_bytes, report.retries) == (0, 1)
+        assert (report.shared_bytes, report.payload_bytes) == (0, payload(both, 0, 9))
+
+
+async def test_ends_on_different_hosts_share_nothing() -> None:
+    async with sides(side(1, 4, 4), side(1, 4, 4), 9, host="here") as both:
+        both.targets[0].facts.host = "there"
+        (report,) = await both.move()
+        both.check()
+        assert report.shared_bytes == 0
