@@ -9,10 +9,10 @@ rows; e, e_o and e_kv = bytes of activations, partial outputs and cache. A query
 (2 · KV heads · head_dim; dc + dr). Per layer, of prefill rows, a rank receives
 
     gather Q     (N−1)/P · S_q · (h·(w_q·e + w_o·e_o + 4) + w_kv·e)             in 2 rounds
-    gather KV    (P−1)/P · S_q · w_kv·e  +  (N−1)/N · S_ctx · w_kv·e_kv         in 1 round and 1 per workspace of context
+    gather KV    ((P−1)/P · S_q + (N−1)/N · S_ctx) · w_kv·e_kv                  in 1 round and 1 per workspace of context
 
-By bytes alone gathering Q is cheaper once S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q (for d > 1 a little later, as the
-new KV goes to every rank of the DCP group). Both ways compute the same pairs, balanced over the members.
+By bytes alone gathering Q is cheaper once S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q (a little later for d > 1, as the
+new KV then goes to every rank of the DCP group, and where e ≠ e_kv). Both ways compute the same pairs, and balance them.
 """
 
 from dataclasses import dataclass
@@ -21,8 +21,9 @@ from typing import NamedTuple
 from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_layout.model_shape import DTYPE_BYTES, ModelShape
+from cp_layout.reorg import WORKSPACE_BYTES
 
-COST_VERSION = 2
+COST_VERSION = 3
 """Changes whenever the same numbers may lead to another choice."""
 
 PARTIAL_BYTES = 4
@@ -110,8 +111,6 @@ class CostModel:
     """e."""
     cache_element_bytes: int
     """e_kv."""
-    workspace_tokens: int = 8192
-    """Cached tokens that one round of a KV gather brings, over all shards."""
 
     @classmethod
     def of(cls, shape: ModelShape, grid: Grid, parameters: float, dtype: str, kv_dtype: str) -> "CostModel":
@@ -180,7 +179,7 @@ class CostModel:
         p, n = self.grid.pcp, self.grid.dcp
         context, new = facts.prefill_context, facts.prefill_tokens
         pieces = -(-context // self.workspace_tokens) if n > 1 else 0
-        received = (p - 1) / p * new * self.kv_width * self.activation_bytes + (n - 1) / n * context * self._kv_bytes
+        received = ((p - 1) / p * new + (n - 1) / n * context) * self._kv_bytes
         copies = 3 if n > 1 else 1  # read here, written to the workspace, read there
         prefill = Work(
             rounds=(1 + pieces) * (new > 0),
@@ -198,6 +197,11 @@ class CostModel:
             attention_flops=(facts.decode_context + facts.decode_rows) / p * self._pair_flops(1),
         )
         return work.plus(self._per_layer(decode))
+
+    @property
+    def workspace_tokens(self) -> int:
+        """Cached tokens that one round of a KV gather brings, over all shards."""
+        return max(1, WORKSPACE_BYTES // self._kv_bytes)
 
     @property
     def _d(self) -> int:

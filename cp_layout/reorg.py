@@ -16,6 +16,9 @@ from cp_layout.interleave import Layout
 
 Ints = NDArray[np.int64]
 
+WORKSPACE_BYTES = 32 * 1024 * 1024
+"""Bound on what one gather brings, in one layer; at least one run of I tokens of every shard is brought."""
+
 
 @dataclass(frozen=True, slots=True)
 class Segment:

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cp_layout.reorg import WORKSPACE_BYTES
 from cp_wire.errors import ConfigRefused
 from cp_wire.host_memory import PoolRefused, available_bytes, max_kv_blocks
 from cp_wire.pb import common_pb2, rank_pb2
 from model_files import ModelFiles
-from rank_server.attention.context import WORKSPACE_BYTES
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
 from rank_server.device import POOL_SHARE, free_bytes, room_on

@@ -19,9 +19,9 @@ from coordinator.scheduler import Progress, Scheduler, SchedulerConfig
 from coordinator.wire_plan import to_step_plan
 from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
+from cp_layout.reorg import WORKSPACE_BYTES
 from cp_wire.pb import common_pb2, rank_pb2
 from model_files import open_model
-from rank_server.attention.context import WORKSPACE_BYTES
 from rank_server.collectives.local import LocalBackend, LocalHub
 from rank_server.executor import Executor
 from rank_server.worker import Worker

@@ -11,9 +11,6 @@ from cp_layout.interleave import Layout
 from cp_layout.reorg import Segment, context_pieces, gathered_rows
 from rank_server.attention.rows import KvRow
 
-WORKSPACE_BYTES = 32 * 1024 * 1024
-"""Bound on what one gather brings; at least one run of I tokens of every shard is brought."""
-
 
 @dataclass(frozen=True, slots=True)
 class ContextUse:

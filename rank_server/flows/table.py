@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 from cp_layout.grid import Grid
 from cp_layout.model_shape import ModelShape
+from cp_layout.reorg import WORKSPACE_BYTES
 from cp_wire.pb import common_pb2, rank_pb2
-from rank_server.attention.context import WORKSPACE_BYTES
 from rank_server.attention.dcp_gqa import DcpAttention
 from rank_server.attention.dcp_mla import DcpLatentAttention
 from rank_server.attention.latent import UpProjection
