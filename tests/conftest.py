@@ -16,10 +16,11 @@ if not torch.cuda.is_available():
 from tests.tiny_models import build_tiny_model
 
 
-def pytest_configure() -> None:
-    """A shell starts its background jobs with SIGINT ignored, and what is ignored stays so in every process below."""
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+@pytest.fixture(autouse=True)
+def sigint_is_heard() -> None:
+    """A shell starts its background jobs with SIGINT ignored, an event loop that has ended leaves it so: and what is ignored
+    stays so in every process below."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
