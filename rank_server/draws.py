@@ -62,10 +62,11 @@ def _score(
             positions = [next(remaining) for _ in each.token_ids]
             if None in positions:
                 failed.add(each.handle)
-                result.sampled.add(handle=each.handle, error="the logits of the prompt are not finite")
             else:
                 messages = [_message(position) for position in positions if position]
                 result.scores.add(handle=each.handle, start=each.start, positions=messages)
+    for handle in failed:
+        result.sampled.add(handle=handle, error="the logits of the prompt are not finite")
     return failed
 
 

@@ -183,7 +183,8 @@ class InprocCluster:
         self.steps.append(step)
         self.results.append(results)
         drawn = [token for result in results for token in result.sampled]
-        assert len({(token.handle, bool(token.error)) for token in drawn}) == len(drawn), "two ranks sampled for one row"
+        tokens = [token.handle for token in drawn if not token.error]
+        assert len(set(tokens)) == len(tokens), "two ranks sampled for one row"
         failed = {token.handle: token.error for token in drawn if token.error}
         sampled = {token.handle: token.token_id for token in drawn if not token.error}
         self._keep_scores([scores for result in results for scores in result.scores])

@@ -104,3 +104,21 @@ def test_draws_and_penalties_do_not_depend_on_who_computes_the_row(tiny, grid, g
             assert [each.token_ids for each in got] == expected
             assert (sum(each.num_preemptions for each in got) > 0) == (blocks < 64)
             check_dealt(running)
+
+
+@pytest.mark.parametrize("scored", [False, True])
+@pytest.mark.parametrize(("grid", "gather"), [((1, 2, 2), "q"), ((1, 2, 2), "kv"), ((1, 3, 1), "kv")], ids=str)
+def test_a_prompt_whose_tail_is_not_finite_fails_alone(tiny, grid, gather, scored):
+    """Its head is finite: one replica may answer for rows that another one can't."""
+    path = tiny(**MODEL)
+    poisoned, healthy = [*prompt_of(14), 250, 9, 8, 7], prompt_of(9)
+    with cluster(path, dealt(*grid, gather)) as running:
+        for executor in running.executors:
+            executor._weights.embedding[250] = float("nan")
+        sampling = Sampling(temperature=0.0, max_tokens=4, prompt_logprobs=0 if scored else None)
+        plain = Sampling(temperature=0.0, max_tokens=4)
+        got = running.generate([poisoned, healthy, poisoned], 4, [sampling, plain, plain])
+        assert [each.finish_reason for each in got] == ["error", "length", "error"]
+        (after,) = running.generate([healthy], 4)
+        assert got[1].token_ids == after.token_ids == greedy_reference(path, healthy, 4)
+        check_dealt(running)
