@@ -14,20 +14,29 @@ from rank_server.collectives.base import Group
 
 
 @dataclass(frozen=True, slots=True)
+class OwnPiece:
+    """A run of one row's tokens that this replica computes."""
+
+    queries: slice
+    """Among this replica's rows."""
+    keys: slice
+    """The row's new tokens up to the run's last one, among those of all replicas in batch order."""
+    seen: Tensor
+    """[queries] int64 how many of those keys each query sees, its own included."""
+
+
+@dataclass(frozen=True, slots=True)
 class OwnRow:
-    """What this replica computes of one row: its queries stand together."""
+    """What this replica computes of one row: one or two runs that stand together."""
 
     row: int
     """Index of the row in its step."""
-    first: int
-    last: int
-    """Queries [first, last) of this replica's rows."""
-    key: int
-    """Where the row's new tokens begin among those of all replicas, in batch order."""
-    seen: Tensor
-    """[last − first] int64 how many of the row's new tokens each query sees, its own included."""
-    most_seen: int
-    """The largest of them."""
+    pieces: tuple[OwnPiece, ...]
+
+    @property
+    def queries(self) -> slice:
+        """Among this replica's rows."""
+        return slice(self.pieces[0].queries.start, self.pieces[-1].queries.stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,5 +69,7 @@ class GatherKvWay:
         return torch.cat([out for out, _, _ in parts.values()]).to(q.dtype)
 
     def _over_new(self, layer: int, own: OwnRow, q: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        queries = q[own.first : own.last]
-        return *self.attention.dense(layer, queries, new[own.key : own.key + own.most_seen], own.seen), queries
+        # Head and tail apart: the head sees few of the keys that the tail does.
+        parts = [self.attention.dense(layer, q[piece.queries], new[piece.keys], piece.seen) for piece in own.pieces]
+        out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
+        return out, lse, q[own.queries]

@@ -16,7 +16,7 @@ from rank_server.attention.rows import KvRow, Span, attention_batch, slots_of
 from rank_server.attention.shard import ShardAttention
 from rank_server.collectives.base import Group
 from rank_server.flows.base import Flow, Way
-from rank_server.flows.gather_kv import GatherKvWay, OwnRow
+from rank_server.flows.gather_kv import GatherKvWay, OwnPiece, OwnRow
 from rank_server.flows.gather_q import GatherQWay
 from rank_server.flows.local import LocalWay, ReplicatedKvWay
 from rank_server.place import Place
@@ -134,15 +134,16 @@ class OwnerFlows:
         )
 
     def _own_rows(self, part: Partition) -> tuple[OwnRow, ...]:
-        mine = part.tokens_of(self._place.pcp_index)
-        pieces = part.pieces_of(self._place.pcp_index)
-        row_of_token = np.repeat(part.piece_row[pieces], part.piece_length[pieces])
-        own = []
-        for row in np.unique(row_of_token).tolist():
-            first, last = np.searchsorted(row_of_token, [row, row + 1]).tolist()
-            seen = part.positions[mine][first:last] - part.row_start[row] + 1
-            own.append(OwnRow(row, first, last, int(part.first_of_row[row]), self._tensor(seen), int(seen[-1])))
-        return tuple(own)
+        pieces: dict[int, list[OwnPiece]] = {}
+        at = 0
+        for span in self._own_spans(part):
+            first = int(part.first_of_row[span.row])
+            before = span.start - int(part.row_start[span.row])
+            seen = torch.arange(before + 1, before + span.count + 1, device=self._device)
+            keys = slice(first, first + before + span.count)
+            pieces.setdefault(span.row, []).append(OwnPiece(slice(at, at + span.count), keys, seen))
+            at += span.count
+        return tuple(OwnRow(row, tuple(of_row)) for row, of_row in pieces.items())
 
     def _own_spans(self, part: Partition) -> tuple[Span, ...]:
         return owned(part, self._place.pcp_index).spans
