@@ -1,87 +1,66 @@
-"""Attention over latents, absorbed or with expanded keys: see `latent`.
+"""Attention over latents, absorbed or with expanded keys (see `latent`), by the kernels of grouped-query attention.
 
-Keys are taken a tile at a time and in fp32, so that what is alive beside them does not grow with the context.
+Absorbed, the latents are the keys of one KV head and, of their first dc elements, its values.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rank_server.attention.batch import AttentionBatch
+from rank_server.attention.kernels import Kernels
 from rank_server.attention.latent import UpProjection
-from rank_server.attention.running_softmax import RunningSoftmax
+from rank_server.attention.merge import OnlineMerge
 
-KEY_TILE = 512
-"""Keys that are attended together."""
-SCORE_TILE = 1 << 20
-"""Scores alive at a time."""
+KEY_TILE = 1024
+"""Latents that are expanded at a time: bounds what is alive beside the cache."""
 
 Read = Callable[[int, int], Tensor]
 """(first, last) → latents first … last − 1 of a row, [n, dc + dr]."""
 
 
-def latent_partial(q: Tensor, cache: Tensor, width: int, batch: AttentionBatch, scale: float) -> tuple[Tensor, Tensor]:
+def absorbed_paged(
+    kernels: Kernels, q: Tensor, cache: Tensor, width: int, batch: AttentionBatch, scale: float
+) -> tuple[Tensor, Tensor]:
     """Partial attention (out [T, h, dc], lse [T, h], natural log, fp32) of absorbed queries q [T, h, dc + dr] over this shard.
 
     cache: [num_blocks, B, dc + dr]; width: dc. A query sees the first `batch.visible` latents of its row; one that sees none
     gets exactly (0, −inf).
     """
-    out = q.new_zeros((*q.shape[:2], width), dtype=torch.float32)
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-    for row in batch.rows:
-        rows = slice(row.q_start, row.q_start + row.q_len)
-        if row.local_len > 0:
-            read = paged_reader(cache, row.block_table)
-            out[rows], lse[rows] = absorbed(q[rows], read, row.local_len, batch.visible[rows], width, scale)
-    return out, lse
+    latents = cache.unsqueeze(2)
+    # The values are as wide as the keys for the kernels' sake; what comes out of the rotated part is cut away.
+    out, lse = kernels.paged(q, latents, latents, batch, scale)
+    return out[..., :width], lse
 
 
-def absorbed(q: Tensor, read: Read, count: int, visible: Tensor | None, width: int, scale: float) -> tuple[Tensor, Tensor]:
-    """(out [t, h, dc], lse [t, h]) of absorbed queries q [t, h, dc + dr] of one row over its `count` latents.
-
-    visible: [t] ascending, query i sees the latents before visible[i]; None: every query sees all.
-    """
-    tokens, heads, _ = q.shape
-    out = q.new_empty((tokens, heads, width), dtype=torch.float32)
-    lse = q.new_empty((tokens, heads), dtype=torch.float32)
-    step = max(1, SCORE_TILE // (KEY_TILE * heads))
-    for first in range(0, tokens, step):
-        tile = slice(first, min(first + step, tokens))
-        queries = q[tile].to(torch.float32).mul(scale).flatten(0, 1)
-        seen = None if visible is None else visible[tile].repeat_interleave(heads)
-        running = RunningSoftmax(1, len(queries), width, q.device)
-        for start, latents in _tiles(read, count if visible is None else int(visible[tile][-1])):
-            latents = latents.to(torch.float32)
-            scores = _hidden((queries @ latents.T).unsqueeze(0), seen, start)
-            running.add(slice(None), scores, latents[None, :, :width])
-        part, part_lse = running.result()
-        out[tile], lse[tile] = part.view(-1, heads, width), part_lse.view(-1, heads)
-    return out, lse
+def absorbed_dense(
+    kernels: Kernels, q: Tensor, latents: Tensor, width: int, seen: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The same over latents [n, dc + dr] at hand; query i sees the first seen[i] of them, None: all."""
+    keys = latents.unsqueeze(1)
+    out, lse = kernels.dense(q, keys, keys, scale, seen)
+    return out[..., :width], lse
 
 
 def expanded(
-    q: Tensor, read: Read, count: int, visible: Tensor | None, up: UpProjection, scale: float
+    kernels: Kernels, q: Tensor, read: Read, count: int, seen: Tensor | None, up: UpProjection, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """(out [t, h, dv], lse [t, h]) of queries q [t, h, dn + dr] as they are; the rest as in `absorbed`.
+    """(out [t, h, dv], lse [t, h]) of queries q [t, h, dn + dr] of one row over its `count` latents, expanded tile by tile.
 
-    A tile of the latents is expanded once for all queries.
+    seen: [t] ascending, query i sees the first seen[i]; None: all.
     """
-    tokens, heads, _ = q.shape
-    queries = q.to(torch.float32).mul(scale).transpose(0, 1)
-    running = RunningSoftmax(heads, tokens, up.shape.v_head_dim, q.device)
-    last = count if visible is None else int(visible[-1]) if tokens else 0
-    for start, latents in _tiles(read, last):
-        keys, values = (x.to(torch.float32) for x in up.expand(latents))
-        step = max(1, SCORE_TILE // (len(latents) * heads))
-        # Queries before `begin` see none of these keys.
-        begin = 0 if visible is None else int(torch.searchsorted(visible, start, right=True))
-        for first in range(begin, tokens, step):
-            rows = slice(first, min(first + step, tokens))
-            scores = torch.bmm(queries[:, rows], keys.transpose(1, 2))
-            running.add(rows, _hidden(scores, None if visible is None else visible[rows], start), values)
-    out, lse = running.result()
-    return out.transpose(0, 1), lse.transpose(0, 1)
+    width = max(up.shape.qk_head_dim, up.shape.v_head_dim)
+    queries = _widened(q, width)
+    merged = OnlineMerge(queries.shape, q.device)
+    last = count if seen is None else int(seen[-1]) if len(q) else 0
+    for start in range(0, last, KEY_TILE):
+        stop = min(start + KEY_TILE, last)
+        keys, values = (_widened(x.transpose(0, 1), width) for x in up.expand(read(start, stop)))
+        visible = None if seen is None else (seen - start).clamp_(0, stop - start)
+        merged.add(*kernels.dense(queries, keys, values, scale, visible))
+    out, lse = merged.result()
+    return out[..., : up.shape.v_head_dim], lse
 
 
 def paged_reader(cache: Tensor, block_table: Tensor) -> Read:
@@ -97,15 +76,6 @@ def paged_reader(cache: Tensor, block_table: Tensor) -> Read:
     return read
 
 
-def _tiles(read: Read, count: int) -> Iterator[tuple[int, Tensor]]:
-    for start in range(0, count, KEY_TILE):
-        yield start, read(start, min(start + KEY_TILE, count))
-
-
-def _hidden(scores: Tensor, visible: Tensor | None, start: int) -> Tensor:
-    """scores [*, r, n] of keys start … start + n − 1, those that a row may not see made −inf in place."""
-    stop = start + scores.shape[-1]
-    if visible is not None and int(visible.min()) < stop:
-        keys = torch.arange(start, stop, device=scores.device)
-        scores.masked_fill_(keys >= visible.unsqueeze(-1), -torch.inf)
-    return scores
+def _widened(x: Tensor, width: int) -> Tensor:
+    """The kernels take keys and values of one width: zeros change neither scores nor the sums in front of them."""
+    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))

@@ -1,8 +1,7 @@
 """Attention over latents, absorbed and expanded, against dense float64 attention over explicit keys and values."""
 
-import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -12,15 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_layout.model_shape import MlaShape
 from rank_server.attention import mla as module
 from rank_server.attention.batch import AttentionBatch, AttentionRow
+from rank_server.attention.kernels import CpuKernels
 from rank_server.attention.latent import UpProjection, expanding_pays
-from rank_server.attention.mla import expanded, latent_partial, paged_reader
-from rank_server.attention.running_softmax import RunningSoftmax
+from rank_server.attention.mla import absorbed_dense, absorbed_paged, expanded, paged_reader
 from rank_server.kv_pool import KvPool
 from tests.rank_server.attention.dense import dense_attention
 
 SHAPE = MlaShape(q_lora_rank=None, kv_lora_rank=10, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=5)
 SCALE = 0.3
 HEADS, B = 3, 4
+KERNELS = CpuKernels()
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Case:
 
     def check(self, atol: float = 2e-5) -> None:
         cache = self.pool.latents(0)
-        absorbed, absorbed_lse = latent_partial(self.up.absorb(self.q), cache, SHAPE.kv_lora_rank, self.batch, SCALE)
+        absorbed, absorbed_lse = absorbed_paged(KERNELS, self.up.absorb(self.q), cache, SHAPE.kv_lora_rank, self.batch, SCALE)
         values = self.up.values(absorbed)
         for index, row in enumerate(self.batch.rows):
             tokens = slice(row.q_start, row.q_start + row.q_len)
@@ -64,7 +64,7 @@ class Case:
 
 def over_expanded(case: Case, row: AttentionRow) -> tuple[Tensor, Tensor]:
     tokens, read = slice(row.q_start, row.q_start + row.q_len), paged_reader(case.pool.latents(0), row.block_table)
-    return expanded(case.q[tokens], read, row.local_len, case.batch.visible[tokens], case.up, SCALE)
+    return expanded(KERNELS, case.q[tokens], read, row.local_len, case.batch.visible[tokens], case.up, SCALE)
 
 
 def make(*rows: tuple[list[int], list[int]], dtype: torch.dtype = torch.float32, cache: torch.dtype = torch.float32) -> Case:
@@ -96,10 +96,9 @@ def test_b6_b7_every_query_sees_its_own_latents_and_nothing_stale(seen: list[int
     make((seen, table)).check()
 
 
-@pytest.mark.parametrize(("key_tile", "score_tile"), [(1, 1), (3, 20), (4, 1 << 20), (5, 7)])
-def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, key_tile: int, score_tile: int) -> None:
+@pytest.mark.parametrize("key_tile", [1, 3, 4, 5])
+def test_tiles_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch, key_tile: int) -> None:
     monkeypatch.setattr(module, "KEY_TILE", key_tile)
-    monkeypatch.setattr(module, "SCORE_TILE", score_tile)
     make(([5], [8, 2]), ([0, 0, 1, 2, 2, 3], [0]), ([9, 10, 11, 12, 13], CONSECUTIVE), ([0], [])).check()
 
 
@@ -119,7 +118,7 @@ def test_memory_beside_the_cache_is_bounded_by_the_tiles() -> None:
         context = tiles * module.KEY_TILE
         case = make((list(range(context - 3, context + 1)), list(range(context // B))))
         with Allocations() as seen:
-            latent_partial(case.up.absorb(case.q), case.pool.latents(0), SHAPE.kv_lora_rank, case.batch, SCALE)
+            absorbed_paged(KERNELS, case.up.absorb(case.q), case.pool.latents(0), SHAPE.kv_lora_rank, case.batch, SCALE)
             over_expanded(case, case.batch.rows[0])
         sizes.append(seen.largest)
     assert sizes[0] == sizes[1]
@@ -146,23 +145,24 @@ def test_expanding_pays_for_many_queries_only() -> None:
     assert not expanding_pays(narrow, 1 << 20)
 
 
-def test_b3_a_running_softmax_without_keys_is_empty() -> None:
-    running = RunningSoftmax(2, 3, 4, torch.device("cpu"))
-    running.add(slice(0, 2), torch.full((2, 2, 5), -torch.inf), torch.ones(2, 5, 4))
-    out, lse = running.result()
-    assert (out == 0).all() and (lse == -torch.inf).all()
+@pytest.mark.parametrize("seen", [None, [0, 1, 5, 9], [9, 9, 9, 9], [0, 0, 0, 0]])
+def test_latents_need_not_be_in_the_cache(seen: list[int] | None) -> None:
+    case = make(([9] * 4, SCATTERED))
+    latents, visible = case.latents[0], None if seen is None else torch.tensor(seen)
+    wanted_out, wanted_lse = replace(case, batch=replace(case.batch, visible=torch.tensor(seen or [9] * 4))).wanted(0)
+    absorbed, absorbed_lse = absorbed_dense(KERNELS, case.up.absorb(case.q), latents, SHAPE.kv_lora_rank, visible, SCALE)
+    whole = expanded(KERNELS, case.q, lambda first, last: latents[first:last], 9, visible, case.up, SCALE)
+    for out, lse in ((case.up.values(absorbed), absorbed_lse), whole):
+        torch.testing.assert_close(out.double(), wanted_out, rtol=0, atol=2e-5)
+        torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-6, atol=2e-5)
 
 
-def test_b5_b10_a_running_softmax_takes_pieces_in_any_order_and_size() -> None:
-    generator = torch.Generator().manual_seed(5)
-    scores = 300 * torch.randn(2, 4, 17, generator=generator)
-    scores[1, 2, 5:] = -torch.inf
-    values = torch.randn(2, 17, 3, generator=generator)
-    wanted = scores.double().softmax(-1) @ values.double()
-    for cuts in ([0, 17], [0, 1, 2, 16, 17], [0, 5, 11, 17]):
-        running = RunningSoftmax(2, 4, 3, torch.device("cpu"))
-        for first, last in reversed(list(itertools.pairwise(cuts))):
-            running.add(slice(0, 4), scores[:, :, first:last].clone(), values[:, first:last])
-        out, lse = running.result()
-        torch.testing.assert_close(out.double(), wanted, rtol=0, atol=1e-5)
-        torch.testing.assert_close(lse.double(), scores.double().logsumexp(-1), rtol=1e-6, atol=0)
+def test_values_may_be_wider_than_keys() -> None:
+    shape = MlaShape(None, 10, 2, 2, 7)
+    generator = torch.Generator().manual_seed(1)
+    up = UpProjection(shape, torch.randn(2, 9, 10, generator=generator))
+    q, latents = torch.randn(3, 2, 4, generator=generator), torch.randn(5, 12, generator=generator)
+    keys, values = up.expand(latents)
+    wanted = (torch.einsum("thd,hnd->htn", q, keys) * SCALE).softmax(-1) @ values
+    out, _ = expanded(KERNELS, q, lambda first, last: latents[first:last], 5, None, up, SCALE)
+    torch.testing.assert_close(out, wanted.transpose(0, 1), rtol=0, atol=2e-5)
