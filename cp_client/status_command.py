@@ -53,4 +53,21 @@ def _draw(facts: dict[str, Any]) -> None:
         table.add_row(*map(Text, cells))
     sizes = ", ".join(f"{name} {config[name]}" for name in ("tp", "pcp", "dcp", "dp"))
     load = f"{facts['running']} running, {facts['waiting']} waiting"
-    print_table(Group(Text(f"{config['model_name']} {facts['state']}: {sizes}; {load}"), table))
+    first = Text(f"{config['model_name']} {facts['state']}: {sizes}; {load}")
+    print_table(Group(first, table, *(Text(line) for line in _ways(facts))))
+
+
+def _ways(facts: dict[str, Any]) -> list[str]:
+    """How steps were computed, and what the exchanges between replicas cost; nothing where there is nothing to say."""
+    counts = [f"{each['decode_mode']}{_gather(each['gather'])} {each['steps']}" for each in facts["step_counts"]]
+    lines = [f"steps: {', '.join(counts)}"] if counts else []
+    for link in facts["links"]:
+        now, then = (
+            f"{link[f'{when}latency_us']:.0f} µs, {link[f'{when}bytes_per_s'] / 1e9:.2f} GB/s" for when in ("", "measured_")
+        )
+        lines.append(f"link {link['group']}: {now} (measured at the start: {then})")
+    return lines
+
+
+def _gather(word: str) -> str:
+    return "" if word == "none" else f" gathering {word}"

@@ -238,6 +238,24 @@ def test_status_table(fake, target, capsys):
     assert "a-host-with-a-long-name.in.a.long.domain:50123" in row
 
 
+def test_status_says_how_steps_were_computed_and_what_a_link_costs(fake, target, capsys):
+    fake.status = status_message()
+    owner, split = common_pb2.DECODE_MODE_OWNER, common_pb2.DECODE_MODE_SPLIT
+    fake.status.step_counts.add(decode_mode=owner, gather=common_pb2.GATHER_KV, steps=3)
+    fake.status.step_counts.add(decode_mode=split, gather=common_pb2.GATHER_NONE, steps=20)
+    fake.status.links.add(
+        group="dcp:0", measured_latency_us=48.8, measured_bytes_per_s=1.6e9, latency_us=57.3, bytes_per_s=1.5e9
+    )
+    assert main(["status", "--target", target]) == 0
+    out = capsys.readouterr().out
+    assert "steps: owner gathering kv 3, split 20" in out
+    assert "link dcp:0: 57 µs, 1.50 GB/s (measured at the start: 49 µs, 1.60 GB/s)" in out
+    assert main(["status", "--target", target, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["step_counts"][0] == {"decode_mode": "owner", "gather": "kv", "steps": 3}
+    assert document["links"][0]["measured_latency_us"] == 48.8
+
+
 def test_status_of_nobody(capsys):
     assert main(["status", "--target", "127.0.0.1:1", "--json"]) == 1
     captured = capsys.readouterr()
