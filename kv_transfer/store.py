@@ -88,12 +88,12 @@ class ArrayStore:
     def read(self, places: Int64s, first_head: int, num_heads: int, out: Bytes) -> None:
         """See `Store.read`."""
         units, index = self._units(places, first_head, num_heads)
-        np.take(units, index, axis=0, out=out.reshape(len(index), -1), mode="clip")
+        np.take(units, index, axis=0, out=out.reshape(len(index), units.shape[1]), mode="clip")
 
     def write(self, places: Int64s, first_head: int, num_heads: int, rows: Bytes) -> None:
         """See `Store.write`."""
         units, index = self._units(places, first_head, num_heads)
-        units[index] = rows.reshape(len(index), -1)
+        units[index] = rows.reshape(len(index), units.shape[1])
 
     def _units(self, places: Int64s, first_head: int, num_heads: int) -> tuple[Bytes, Int64s]:
         """The pool as units of as many heads as divide the request evenly, and the units that were asked for, in order."""
