@@ -118,9 +118,10 @@ def _shifted(
     sample = torch.cat([keys.read_keys(first, first + SAMPLE_RUN) for first in places])
     softmax = ShiftedSoftmax(q, sample, scale)
     size = min(512, workspace_bytes // (q.shape[0] * q.shape[1] // kv_heads * torch.bfloat16.itemsize))
-    for first, last in pieces(0, by_any, size, keys.granule):
-        seen = None if visible is None or last <= by_all else visible - first
-        softmax.add(keys.read_keys(first, last), keys.read_values(first, last), seen)
+    for lowest, highest in ((0, by_all), (by_all, by_any)):
+        for first, last in pieces(lowest, highest, size, keys.granule):
+            seen = None if visible is None or last <= by_all else visible - first
+            softmax.add(keys.read_keys(first, last), keys.read_values(first, last), seen)
     return softmax.result(visible == 0 if visible is not None and by_all == 0 else None)
 
 
