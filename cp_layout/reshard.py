@@ -68,7 +68,7 @@ class Side:
     @property
     def copies(self) -> int:
         """How many ranks hold the same token of the same head: TP ranks that share a head but no DCP group, and every
-        replica when dcp = 1."""
+        replica when dcp = 1 (that is so for a prompt; a token whose KV one replica alone wrote has fewer)."""
         return self.grid.world_size * len(self.heads_of(0)) // (self.layout.num_shards * self.heads)
 
     def holders(self, shard: int, head: int) -> list[int]:

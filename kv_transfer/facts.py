@@ -15,6 +15,9 @@ from kv_transfer.store import Geometry
 AXIS_ORDER = "plane,token,head,dim"
 """How a payload walks through the cache; blocks are no axis of it."""
 
+MAX_RANKS = 4096
+"""Ranks of a target, whose plan a source works out."""
+
 EQUAL = ("protocol_version", "model_hash", "dtype", "planes", "kv_heads", "head_bytes", "axis_order", "byte_order")
 """Fields of `KvFacts` that differ between no two ends; layout and rank may."""
 
@@ -90,6 +93,8 @@ def side_message(side: Side) -> pb.KvSide:
 
 def side_of(message: pb.KvSide, kv_heads: int | None) -> Side:
     """The side that a message describes; `ConfigRefused` when it breaks a law."""
+    if message.tp * message.pcp > MAX_RANKS:
+        raise ConfigRefused(f"a target of {message.tp * message.pcp} ranks is more than the limit of {MAX_RANKS}")
     try:
         grid = Grid(message.tp, message.pcp, message.dcp)
         layout = Layout(message.dcp, message.interleave, message.block_size)

@@ -301,6 +301,7 @@ async def test_h14_a_plan_that_does_not_fit_is_refused(change: Callable[[Sides],
         ({"message_bytes": 3 << 20}, "INVALID_REQUEST", "between 1 and 2097152"),
         ({"messages": [99]}, "INVALID_REQUEST", "there are 1"),
         ({"target": pb.KvSide(tp=1, pcp=1, dcp=1, interleave=3, block_size=0)}, "CONFIG_REFUSED", "block size"),
+        ({"target": pb.KvSide(tp=4096, pcp=4096)}, "CONFIG_REFUSED", "16777216 ranks is more than the limit of 4096"),
         ({"target": pb.KvSide(tp=1, pcp=2, dcp=2, interleave=1, block_size=4)}, "CONFIG_REFUSED", "nothing for rank 0"),
     ],
 )
