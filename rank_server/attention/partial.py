@@ -132,9 +132,10 @@ def _flash(
     by_all, by_any = bounds
     wide = q.to(torch.float32)
     size = workspace_bytes // (kv_heads * q.shape[2] * torch.float32.itemsize)
+    masked = min(size, workspace_bytes // (q.shape[0] * q.shape[1] // kv_heads * torch.float32.itemsize))
     merged = OnlineMerge(q.shape, q.device)
-    for lowest, highest in ((0, by_all), (by_all, by_any)):
-        for first, last in pieces(lowest, highest, size, keys.granule):
+    for lowest, highest, step in ((0, by_all, size), (by_all, by_any, masked)):
+        for first, last in pieces(lowest, highest, step, keys.granule):
             k, v = (x.transpose(0, 1).to(torch.float32) for x in (keys.read_keys(first, last), keys.read_values(first, last)))
             seen = None if visible is None or last <= by_all else (visible - first).clamp_(0, last - first)
             out, lse = _attend(wide, k, v, scale, seen)

@@ -6,6 +6,7 @@ import torch
 from rank_server.attention.merge import OnlineMerge
 from rank_server.attention.partial import dense_partial
 from tests.rank_server.attention.dense import dense_attention
+from tests.rank_server.attention.test_partial import LargestTensor
 
 SCALE = 0.3
 
@@ -76,3 +77,12 @@ def test_pieces_of_the_keys_add_up() -> None:
     torch.testing.assert_close(out.double(), wanted_out, rtol=0, atol=2e-6)
     torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-6, atol=2e-6)
     assert (out[0] == 0).all() and (lse[0] == -math.inf).all()
+
+
+def test_o2_masks_over_many_keys_stay_within_the_workspace() -> None:
+    q, k, v = tensors(256, 5000)
+    seen = torch.arange(256) * 19
+    with LargestTensor() as largest:
+        out, _ = dense_partial(q, k, v, SCALE, seen, workspace_bytes=1 << 18)
+    assert largest.nbytes <= 1 << 18
+    torch.testing.assert_close(out.double(), dense_attention(q, k, v, seen, SCALE)[0], rtol=0, atol=5e-6)
