@@ -111,3 +111,11 @@ def test_heads_come_from_the_model(capsys: pytest.CaptureFixture[str], monkeypat
     assert check("tiny-owl", "--tp", "6", "--dcp", "2") == 2
     assert "TP/KVH = 6/2 = 3" in capsys.readouterr().err
     assert opened == ["tiny-owl", "tiny-owl"]
+
+
+def test_a_model_with_latent_attention_is_judged_by_its_own_law(capsys: pytest.CaptureFixture[str], tiny) -> None:  # type: ignore[no-untyped-def]
+    path = str(tiny(family="deepseek_v2"))
+    assert check(path, "--tp", "4", "--pcp", "2", "--dcp", "8") == 0
+    assert "8 Q heads, latent attention" in capsys.readouterr().out
+    assert check(path, "--tp", "3") == 2
+    assert "8 Q heads cannot be cut over tp 3" in capsys.readouterr().err
