@@ -21,8 +21,8 @@ from kv_transfer.facts import require_equal, require_place, side_message
 from kv_transfer.framing import FETCH, Corrupted, decode
 from kv_transfer.generations import Generations
 from kv_transfer.incoming import Incoming, TargetReused
+from kv_transfer.open_pools import OpenPools
 from kv_transfer.pull import Limits, Pull, Report, TransferFailed
-from kv_transfer.shared_memory import open_pool
 from kv_transfer.store import ArrayStore, Geometry, Store
 
 log = get_logger("transfer")
@@ -40,6 +40,7 @@ class Target:
     generations: Generations
     limits: Limits
     budget: Budget
+    pools: OpenPools
     attempts: Iterator[int]
     """Numbers for all attempts of the rank, ascending: what an older one left on its way is told from the newer one's."""
 
@@ -132,7 +133,7 @@ class LinkPull:
         heads = len(self._pull.source.heads_of(self._link.src))
         shape = Geometry(own.planes, described.pool.num_blocks, layout.block_size, heads, own.head_bytes).shape
         try:
-            return ArrayStore(open_pool(described.pool, prod(shape)).reshape(shape))
+            return ArrayStore(self._target.pools.get(described.pool, prod(shape)).reshape(shape))
         except errors.ConfigRefused as refusal:
             log.warning("a pool of this host cannot be read", source=self._link.src, why=refusal.message)
             return None

@@ -16,6 +16,7 @@ from kv_transfer.budget import Budget
 from kv_transfer.facts import Place
 from kv_transfer.generations import Generations
 from kv_transfer.link_pull import LinkPull, Target
+from kv_transfer.open_pools import OpenPools
 from kv_transfer.pull import Limits, Peer, Pull, Report, TransferFailed
 from kv_transfer.store import Store
 from kv_transfer.tasks import together
@@ -24,7 +25,7 @@ from kv_transfer.tasks import together
 class Puller:
     """Pulls for one rank; any number of pulls at a time. Belongs to one event loop.
 
-    A pull that has returned, raised or been cancelled writes nothing afterwards. `close` closes the channels to the sources.
+    A pull that has returned, raised or been cancelled writes nothing afterwards. `close` closes the channels and mappings.
     """
 
     def __init__(
@@ -32,7 +33,7 @@ class Puller:
     ) -> None:
         limits = limits or Limits()
         self._place = place
-        self._target = Target(facts, store, generations, limits, Budget(limits.bytes_in_flight), count(1))
+        self._target = Target(facts, store, generations, limits, Budget(limits.bytes_in_flight), OpenPools(), count(1))
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def pull(self, pull: Pull) -> Report:
@@ -56,10 +57,11 @@ class Puller:
         await together(self._release(pull, peer) for peer in pull.peers.values())
 
     async def close(self) -> None:
-        """Closes all channels; running pulls fail."""
+        """Closes channels and mappings; running pulls fail."""
         channels, self._channels = list(self._channels.values()), {}
         for channel in channels:
             await channel.close()
+        await self._target.pools.close()
 
     def _links(self, pull: Pull, report: Report) -> list[LinkPull]:
         """One per source rank that has something for this rank; `TransferFailed` when the pull does not fit this rank."""

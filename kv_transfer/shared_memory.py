@@ -1,8 +1,8 @@
 """A pool that other processes of this host may read: what is taken over on one host is copied once, from pool to pool.
 
 The memory is an anonymous file without a name: nothing can be left behind, however its processes end. A reader opens it
-through /proc/PID/fd/N, which the kernel allows to processes of the same user and PID namespace, maps it for reading only and
-for as long as one pull lasts, so that it never keeps the memory of a dead process.
+through /proc/PID/fd/N, which the kernel allows to processes of the same user and PID namespace, and maps it for reading
+only. `open_pools` keeps the mappings and lets go of those whose owners are gone.
 """
 
 import fcntl
@@ -55,12 +55,17 @@ class SharedPool:
             self._fd = -1
 
 
+def path_of(message: pb.SharedPool) -> str:
+    """Where the kernel shows the memory while its owner lives and has not closed it."""
+    return f"/proc/{message.pid}/fd/{message.fd}"
+
+
 def open_pool(message: pb.SharedPool, size: int) -> Bytes:
     """The [size] bytes of a `SharedPool`, read-only; `ConfigRefused` when it is gone or is something else.
 
     Unmapped with the last view.
     """
-    path = f"/proc/{message.pid}/fd/{message.fd}"
+    path = path_of(message)
     try:
         # Without the look at the link, opening could wake a device or hang in a pipe.
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):

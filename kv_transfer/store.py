@@ -96,16 +96,31 @@ class ArrayStore:
         units[index] = rows.reshape(len(index), units.shape[1])
 
     def _units(self, places: Int64s, first_head: int, num_heads: int) -> tuple[Bytes, Int64s]:
-        """The pool as units of as many heads as divide the request evenly, and the units that were asked for, in order."""
+        """The pool as units of equal size, and the units that were asked for, in order.
+
+        Of all heads a unit is as many neighbouring rows as divide the request evenly, of some heads as many heads.
+        """
         geometry = self._geometry
         if not 0 <= first_head < first_head + num_heads <= geometry.heads:
             raise IndexError(f"heads [{first_head}, {first_head + num_heads}) of a pool of {geometry.heads}")
         # `take` clips: a place beyond the pool has to be found before.
         if len(places) and not 0 <= places.min() <= places.max() < geometry.planes * geometry.slots:
             raise IndexError(f"places {places.min()} to {places.max()} of a pool of {geometry.planes * geometry.slots}")
+        if num_heads == geometry.heads:
+            rows = _granule(places, geometry.block_size)
+            return self._data.reshape(-1, rows * num_heads * geometry.head_bytes), places[::rows] // rows
         aligned = geometry.heads % num_heads == 0 and first_head % num_heads == 0
         width = num_heads if aligned else 1
         index = places * (geometry.heads // width) + first_head // width
         if not aligned:
             index = (index[:, None] + np.arange(num_heads)).reshape(-1)
         return self._data.reshape(-1, width * geometry.head_bytes), index
+
+
+def _granule(places: Int64s, block_size: int) -> int:
+    """The largest divisor of B into whose multiples the places fall: where stretches of neighbours begin and end, in the list
+    and in the pool."""
+    begins = np.append(0, np.flatnonzero(np.diff(places) != 1) + 1)
+    if not len(places):
+        return 1
+    return int(np.gcd.reduce(np.concatenate([begins, places[begins], [len(places), block_size]])))

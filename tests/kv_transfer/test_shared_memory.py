@@ -1,5 +1,6 @@
 """A pool that is read by another process: who may open what, and what is left when its owner is killed."""
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 
 from cp_wire.errors import ConfigRefused
 from cp_wire.pb import kv_transfer_pb2 as pb
+from kv_transfer.open_pools import OpenPools
 from kv_transfer.shared_memory import PAGE, SharedPool, open_pool
 
 OWNER = """
@@ -79,6 +81,41 @@ def test_it_cannot_shrink_under_a_reader() -> None:
 def mappings() -> int:
     """Shared pools that this process maps."""
     return sum(1 for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:kvloom-kv" in line)
+
+
+async def test_a_mapping_is_kept_for_as_long_as_its_owner_lives() -> None:
+    command = [sys.executable, "-c", OWNER]
+    pools, before = OpenPools(watch_s=0.01), mappings()
+    pipe = asyncio.subprocess.PIPE
+    owner = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+    try:
+        assert owner.stdout is not None
+        line = await asyncio.wait_for(owner.stdout.readline(), 30)
+        message = pb.SharedPool.FromString(bytes.fromhex(line.decode()))
+        first = pools.get(message, 8 << 20)
+        assert pools.get(message, 8 << 20) is first and first[-1] == 5
+        with pytest.raises(ConfigRefused):
+            pools.get(message, 9 << 20)
+        del first
+        assert (len(pools), mappings()) == (1, before + 1)
+        owner.kill()
+        await owner.wait()
+        assert pools._watching is not None
+        await asyncio.wait_for(pools._watching, 30)
+        assert (len(pools), mappings()) == (0, before)
+    finally:
+        if owner.returncode is None:
+            owner.kill()
+        await owner.wait()
+        await pools.close()
+
+
+async def test_closing_lets_go_of_everything() -> None:
+    pool, pools = SharedPool(100), OpenPools()
+    pools.get(pool.message(), 100)
+    await pools.close()
+    assert len(pools) == 0
+    pool.close()
 
 
 def test_nothing_is_left_of_a_killed_owner() -> None:

@@ -25,6 +25,21 @@ def test_reads_and_writes_what_indexing_would(first: int, num: int) -> None:
     np.testing.assert_array_equal(data, wanted)
 
 
+@pytest.mark.parametrize(
+    "places", [[0, 1, 2, 3], [4, 5, 6, 7, 0, 1, 2, 3], [2, 3, 8, 9], [1, 2, 3, 4], [0, 1, 2, 3, 4], [9, 8, 7, 6], [6, 7, 1, 2]]
+)
+def test_neighbours_that_move_together_end_where_single_rows_would(places: list[int]) -> None:
+    data, at = pool(), np.array(places)
+    out = np.empty((len(at), 48), np.uint8)
+    ArrayStore(data).read(at, 0, 6, out)
+    np.testing.assert_array_equal(out, data.reshape(24, 48)[at])
+    wanted = data.copy()
+    rows = np.random.default_rng(2).integers(0, 255, out.shape, np.uint8)
+    wanted.reshape(24, 48)[at] = rows
+    ArrayStore(data).write(at, 0, 6, rows)
+    np.testing.assert_array_equal(data, wanted)
+
+
 def test_no_rows_are_nothing() -> None:
     data = pool()
     store, none = ArrayStore(data), np.empty((0, 48), np.uint8)
