@@ -16,6 +16,7 @@ from rank_server.collectives.solo import SoloGroup
 from rank_server.device import POOL_SHARE, free_bytes, room_on
 from rank_server.draws import answer
 from rank_server.flows.table import Ways, check_way
+from rank_server.host_heap import give_back_free_pages
 from rank_server.kv_pool import KvPool
 from rank_server.link_timing import time_all_gather
 from rank_server.models.decoder import SplitGroups
@@ -93,6 +94,7 @@ class Executor:
         with room_on(place.device, "the weights"):
             loaded = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded, place.device)
             self._weights = resident_weights(self._files.shape, loaded, place.grid.pcp)
+        give_back_free_pages()
         self._bytes_per_block = self._files.shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
         blocks = self._room(config, place.device, 1 if pool_is_settled else self._ranks_on_host)
         self._place = place
