@@ -161,3 +161,13 @@ def test_an_owner_that_is_no_replica_is_refused():
     cluster = FlowCluster(grid(2, 2))
     with pytest.raises(PlanRefused, match="request 0: replica 2 of 2 owns it"):
         cluster.step({cluster.add(1): 1}, "none", [0], owner=2)
+
+
+@pytest.mark.parametrize(("context", "gather"), [(5, "q"), (5, "kv"), (4000, "kv")])
+def test_a_decode_step_costs_one_gather_and_one_way_back_whatever_the_context(context, gather):
+    cluster = FlowCluster(grid(2, 2, workspace_bytes=1 << 14), blocks=1024)
+    handles = [cluster.add(context + 1), cluster.add(9)]
+    cluster.step({handles[0]: context, handles[1]: 8}, gather, [context, 8])
+    before = cluster.ranks[0].calls()
+    cluster.step(dict.fromkeys(handles, 1), "none")
+    assert cluster.ranks[0].calls() - before == 2
