@@ -57,9 +57,11 @@ def of_rank(path: Path, max_tokens: int, chunk: int) -> Generate:
     return generate
 
 
-def measure(sides: dict[str, Generate], context: int, new_tokens: int, runs: int) -> dict[str, Any]:
+def measure(
+    sides: dict[str, Generate], context: int, new_tokens: int, runs: int, words: Sequence[int] = WORDS
+) -> dict[str, Any]:
     """TTFT and TPOT in ms per side: medians over the runs of each run's own value, and the ratio kvloom ÷ transformers."""
-    prompt = prompt_of(context, WORDS)
+    prompt = prompt_of(context, words)
     first: dict[str, list[float]] = {name: [] for name in sides}
     further: dict[str, list[float]] = {name: [] for name in sides}
     for _ in range(runs):

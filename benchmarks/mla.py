@@ -34,7 +34,7 @@ GATHERS = ("q", "kv")
 
 def write_model(directory: Path) -> Path:
     """The seeded model as a Hugging Face directory."""
-    from tokenizers import Tokenizer, models
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model(
@@ -55,8 +55,10 @@ def write_model(directory: Path) -> Path:
     )
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    words = {f"w{i}": i for i in range(VOCABULARY)}
-    Tokenizer(models.WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
+    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(directory / "tokenizer.json"))
     return directory
 
 
@@ -163,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as directory:
         path = write_model(Path(directory))
         sides = {"transformers": of_transformers(path), "kvloom": of_rank(path, args.context + 16, 512)}
-        decode = measure(sides, args.context, 8, args.runs)
+        decode = measure(sides, args.context, 8, args.runs, range(1, VOCABULARY))
         del sides
         copies = [reorganisation(8192, n, i, 5 * args.runs) for n in (2, 4) for i in (1, 16)]
         rows = gathers(path, args.contexts, args.chunks, args.runs)
