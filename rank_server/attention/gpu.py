@@ -10,6 +10,10 @@ from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.paged_rows import PagedRows
 from rank_server.attention.portable import check_heads, dense_portable, paged_row
 
+LARGEST_HEAD_DIM = 128
+LARGEST_SHARE = 32
+"""Bounds of the kernel: beyond them its tiles outgrow the shared memory of some GPUs, and torch's operations take over."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
@@ -34,7 +38,8 @@ class GpuKernels:
         kv_heads = k_cache.shape[2]
         check_heads(q.shape[1], kv_heads)
         if self._prepared is None or self._prepared.batch is not batch:
-            self._prepared = self._prepare(batch, q.device)
+            fits = q.shape[2] <= LARGEST_HEAD_DIM and q.shape[1] // kv_heads <= LARGEST_SHARE
+            self._prepared = self._prepare(batch, q.device, self._use_triton and fits)
         out = q.new_zeros(q.shape, dtype=torch.float32)
         lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
         decode = self._prepared.decode
@@ -52,7 +57,7 @@ class GpuKernels:
         """See `Kernels`."""
         return dense_portable(q, k, v, scale, seen)
 
-    def _prepare(self, batch: AttentionBatch, device: torch.device) -> _Prepared:
-        decode = [row for row in batch.rows if row.q_len == 1] if self._use_triton else []
-        others = [row for row in batch.rows if row.local_len > 0 and not (self._use_triton and row.q_len == 1)]
+    def _prepare(self, batch: AttentionBatch, device: torch.device, use_triton: bool) -> _Prepared:
+        decode = [row for row in batch.rows if row.q_len == 1] if use_triton else []
+        others = [row for row in batch.rows if row.local_len > 0 and not (use_triton and row.q_len == 1)]
         return _Prepared(batch, PagedRows.of(decode, device), tuple((row, row.block_table.to(device)) for row in others))

@@ -11,7 +11,7 @@ from triton.compiler import ASTSource
 
 from rank_server.attention.triton_decode import KEY_TILE, _decode
 
-SIZES = {"SHARE": 8, "SHARE_PADDED": 16, "HEAD_DIM": 128, "DIM_PADDED": 128, "BLOCK_SIZE": 16, "TILE": KEY_TILE}
+SIZES = {"SHARE": 32, "SHARE_PADDED": 32, "HEAD_DIM": 128, "DIM_PADDED": 128, "BLOCK_SIZE": 16, "TILE": KEY_TILE}
 
 
 def main(element: str) -> None:

@@ -86,6 +86,19 @@ def test_heads_that_do_not_divide_are_refused(use_triton):
         check(make(([1], [0]), heads=4, kv_heads=3), use_triton)
 
 
+@needs_triton
+@interpreted
+@pytest.mark.parametrize(("heads", "head_dim", "fits"), [(32, 128, True), (32, 129, False), (33, 128, False)])
+def test_what_the_kernel_is_too_small_for_goes_through_torch(monkeypatch, heads, head_dim, fits):
+    from rank_server.attention import triton_decode
+
+    calls = []
+    paged_decode = triton_decode.paged_decode
+    monkeypatch.setattr(triton_decode, "paged_decode", lambda *args: calls.append(args) or paged_decode(*args))
+    check(make(([3], [1]), heads=heads, kv_heads=1, head_dim=head_dim), use_triton=True, atol=1e-5)
+    assert len(calls) == fits
+
+
 @pytest.mark.parametrize("block_size", [1, 5, 16, 128])
 @pytest.mark.parametrize("processors", [1, 6, 1000], ids=["one split", "some splits", "most splits"])
 @needs_triton
