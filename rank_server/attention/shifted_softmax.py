@@ -51,8 +51,8 @@ class ShiftedSoftmax:
             self._q = packed.mul(scale).reshape(self._kv_heads, rows, head_dim)
         estimate = torch.stack([(k @ q.T).amax(0) for k, q in zip(self._keys(sample), self._q, strict=True)])
         self._bias = -(estimate.to(torch.float32) + MARGIN).to(torch.bfloat16)
-        self._sum = torch.zeros((self._kv_heads, rows), dtype=torch.float32)
-        self._out = torch.zeros((self._kv_heads, rows, head_dim), dtype=torch.float32)
+        self._sum = torch.zeros((self._kv_heads, rows), dtype=torch.float32, device=self._q.device)
+        self._out = torch.zeros((self._kv_heads, rows, head_dim), dtype=torch.float32, device=self._q.device)
 
     def _keys(self, k: Tensor) -> list[Tensor]:
         """[n, hk, D] → per KV head [n, D], contiguous, twice side by side where the queries are a sum of two."""
@@ -63,7 +63,7 @@ class ShiftedSoftmax:
         hidden = None
         if seen is not None:
             # 32-bit numbers are compared several times faster than 64-bit ones.
-            numbers = torch.arange(len(k), dtype=torch.int32).unsqueeze(1)
+            numbers = torch.arange(len(k), dtype=torch.int32, device=k.device).unsqueeze(1)
             hidden = numbers >= seen.to(torch.int32).repeat_interleave(self._share)
         for head, (keys, values) in enumerate(zip(self._keys(k), v.unbind(1), strict=True)):
             weights = torch.ops.mkldnn._linear_pointwise(keys, self._q[head], self._bias[head], "sigmoid", [], "")
