@@ -20,6 +20,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import numpy as np
+import uvloop
 
 from benchmarks.harness import machine, parser, report, spread
 from cp_client.guard import guarded
@@ -240,9 +241,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
     args = flags.parse_args(words)
     if args.serve:
-        asyncio.run(serve(args))
+        uvloop.run(serve(args))
         return 0
-    rows = asyncio.run(measure(args, words))
+    rows = uvloop.run(measure(args, words))
     document = {"benchmark": "transfer", "machine": machine(), "payload_bytes": payload_of(args), "rows": rows}
     lines = [f"{payload_of(args)} bytes, {args.runs} runs in turn: median (range) in GiB/s, times the bare stream"]
     lines += [
