@@ -19,8 +19,8 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 def dealt(tp: int, pcp: int, dcp: int, gather: str = "kv", **settings) -> Shape:
     """A cluster that computes every step in DECODE_MODE_OWNER unless always_owner=False."""
-    settings = {"always_owner": True, "block_size": B, "interleave": B} | settings
-    return Shape(tp=tp, pcp=pcp, dcp=dcp, ways=DEALT, pcp_gather=GATHERS[gather], **settings)
+    settings = {"always_owner": True, "block_size": B, "interleave": B, "ways": DEALT} | settings
+    return Shape(tp=tp, pcp=pcp, dcp=dcp, pcp_gather=GATHERS[gather], **settings)
 
 
 def gathers(grid: tuple[int, int, int]) -> tuple[str, ...]:

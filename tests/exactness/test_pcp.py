@@ -5,9 +5,11 @@ import random
 
 import pytest
 
+from coordinator.choice import computable
 from coordinator.plan import Sampling
 from cp_layout.laws import legal_shapes
-from tests.exactness.pcp import MODEL, B, check_dealt, dealt, gathers, prompt_of
+from cp_wire.pb import common_pb2
+from tests.exactness.pcp import DEALT, MODEL, B, check_dealt, dealt, gathers, prompt_of
 from tests.inproc import Shape, cluster
 from tests.tiny_models import greedy_reference
 
@@ -39,12 +41,11 @@ def check(path, shape: Shape, prompts: list[list[int]], new_tokens: int) -> None
         assert all(free == shape.blocks for free in running.scheduler.free_blocks)
 
 
-@pytest.mark.parametrize("gather", ["q", "kv"])
-@pytest.mark.parametrize(("grid", "model"), NAMED, ids=str)
+@pytest.mark.parametrize(
+    ("grid", "model", "gather"), [(*each, gather) for each in NAMED for gather in gathers(each[0])], ids=str
+)
 def test_d3_named_shapes_chunked_and_batched(tiny, grid, model, gather):
     """Prompts (3, 8, 5) of D4 and longer ones in chunks beside decode rows, 5 generated tokens each."""
-    if gather not in gathers(grid):
-        pytest.skip("the cache is not sharded")
     merge = "ag_rs" if grid[1] == 3 else "a2a"
     shape = dealt(*grid, gather, interleave=2, budget=11, merge=merge)
     check(tiny(**model), shape, [prompt_of(n) for n in (3, 8, 5, 1, 40)], new_tokens=5)
@@ -87,10 +88,8 @@ def test_d4_every_length_around_the_segments(tiny, pcp, gather):
 @pytest.mark.sweep
 @pytest.mark.parametrize("batched", [False, True])
 @pytest.mark.parametrize("gather", ["q", "kv"])
-@pytest.mark.parametrize("pcp", [1, 2, 3, 4])
+@pytest.mark.parametrize("pcp", [2, 3, 4])
 def test_d4_every_length_alone_and_batched(tiny, pcp, gather, batched):
-    if pcp == 1:
-        pytest.skip("nothing to deal out")
     _lengths(tiny(**MODEL), pcp, gather, batched)
 
 
@@ -100,20 +99,21 @@ def _lengths(path, pcp, gather, batched):
         check(path, dealt(1, pcp, pcp, gather, budget=256), batch, new_tokens=5)
 
 
-@pytest.mark.parametrize("dcp", [1, 2])
-@pytest.mark.parametrize("gather", ["q", "kv"])
-def test_as_the_scheduler_chooses(tiny, dcp, gather):
-    """Few decode rows are computed by every replica, more are dealt out: requests pass from one to the other."""
-    if dcp == 1 and gather == "q":
-        pytest.skip("the cache is not sharded")
+@pytest.mark.parametrize("ways", [DEALT, computable(latent=False)], ids=["replicated", "split"])
+@pytest.mark.parametrize(("grid", "gather"), [((1, 2, 1), "kv"), ((1, 2, 2), "q"), ((1, 2, 2), "kv"), ((2, 2, 2), "kv")])
+def test_as_the_scheduler_chooses(tiny, grid, gather, ways):
+    """Few decode rows are computed by every replica, or by all together; more are dealt out: requests pass between the ways."""
     path = tiny(**MODEL)
     prompts = [prompt_of(n, n) for n in (13, 6, 21)]
-    with cluster(path, dealt(1, 2, dcp, gather, always_owner=False, budget=9)) as running:
+    with cluster(path, dealt(*grid, gather, ways=ways, always_owner=False, budget=9)) as running:
         limits = [3, 14, 6]
         for _ in range(2):  # the second time with hits of the prefix cache
             for prompt, limit, got in zip(prompts, limits, running.generate(prompts, limits), strict=True):
                 assert got.token_ids == greedy_reference(path, prompt, limit)
-        assert {plan.decode_mode for plan in running.plans if plan.rows} == ({1, 2} if dcp > 1 else {2})
+        lone = common_pb2.DECODE_MODE_REPLICATED if ways is DEALT else common_pb2.DECODE_MODE_SPLIT
+        # Where the cache is not sharded, whoever decoded a request once is the only one who can.
+        used = {common_pb2.DECODE_MODE_OWNER, lone} if grid[2] > 1 else {common_pb2.DECODE_MODE_OWNER}
+        assert {plan.decode_mode for plan in running.plans if plan.rows} == used
 
 
 @pytest.mark.parametrize("interleave", [1, B])
