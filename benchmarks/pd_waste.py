@@ -60,7 +60,13 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     for row in rows:
         if row["block_size"] == block and row["cp"] > 1:
             for unit in UNITS[1:]:
-                name = "tokens, any layout" if unit == "token_exact" else f"blocks, cp {row['cp']}, I {row['interleave']}"
+                if unit == "token_exact":
+                    name = "tokens, any layout"
+                elif row["interleave"] == block:
+                    # Blocks of the sequence, whoever has them.
+                    name = "blocks, I = B, any cp"
+                else:
+                    name = f"blocks, I {row['interleave']}, cp {row['cp']}"
                 series.setdefault(name, []).append((row["tokens"], 100 * row[unit]["waste"]))
     series = {name: sorted(set(points)) for name, points in series.items()}
     line_chart(path, f"Waste of a transfer, blocks of {block} tokens", "prompt tokens", "% of what is sent", series)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from math import log2
+from math import floor, log2, log10
 from pathlib import Path
 
 WIDTH, HEIGHT = 760, 420
@@ -16,7 +16,7 @@ Points = Sequence[tuple[float, float]]
 def line_chart(path: Path, title: str, x_label: str, y_label: str, series: Mapping[str, Points]) -> None:
     """Writes one line per series; x > 0 on a logarithmic axis, y ≥ 0 on a linear one that starts at 0. Raises OSError."""
     xs = sorted({x for points in series.values() for x, _ in points})
-    top = max((y for points in series.values() for _, y in points), default=0.0) or 1.0
+    top = _round_up(max((y for points in series.values() for _, y in points), default=0.0) or 1.0)
     span = log2(xs[-1] / xs[0]) or 1.0
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -43,6 +43,12 @@ def line_chart(path: Path, title: str, x_label: str, y_label: str, series: Mappi
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif">'
     body = "\n".join([head, f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>', *parts, "</svg>"])
     path.write_text(body + "\n", encoding="utf-8")
+
+
+def _round_up(y: float) -> float:
+    """The next of 1, 2, 2.5, 5 and 10 times a power of ten: a fifth of it is a short number."""
+    power: float = 10 ** floor(log10(y))
+    return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= y)
 
 
 def _thinned(xs: Sequence[float]) -> Sequence[float]:

@@ -42,7 +42,7 @@ def test_summary_and_picture(capsys, tmp_path):
     assert head.startswith("23040 bytes per token") and columns.split()[:5] == ["tokens", "block", "cp", "I", "runs"]
     assert len(body) == 4 and "75.0%" in body[0]
     text = "".join(xml.etree.ElementTree.parse(picture).getroot().itertext())
-    assert "blocks, cp 4, I 1" in text and "tokens, any layout" in text
+    assert "blocks, I 1, cp 4" in text and "blocks, I = B, any cp" in text and "tokens, any layout" in text
 
 
 @pytest.mark.parametrize("words", [["--tokens", "0"], ["--cp", "0"], ["--block-sizes", "x"]])
