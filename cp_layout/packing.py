@@ -12,6 +12,9 @@ from numpy.typing import NDArray
 
 from cp_layout.errors import LayoutError
 
+GROUP_ROWS = 64
+"""Messages begin at multiples of it, so that blocks of rows are not cut without need."""
+
 
 @dataclass(frozen=True, slots=True)
 class Packing:
@@ -41,12 +44,13 @@ class Packing:
 
     @property
     def rows_per_message(self) -> int:
-        """Rows of every message but the last."""
-        return min(max(1, self.message_bytes // self.row_bytes), self.num_rows)
+        """Rows of every message but the last: what fits, in whole groups of GROUP_ROWS if it is more than one."""
+        fit = max(1, self.message_bytes // self.row_bytes)
+        return min(fit // GROUP_ROWS * GROUP_ROWS if fit > GROUP_ROWS else fit, self.num_rows)
 
     @property
     def num_messages(self) -> int:
-        """Messages of the link: ceil(bytes / message_bytes) where rows fill messages exactly."""
+        """Messages of the link: ceil(bytes / message_bytes) where groups of rows fill messages exactly."""
         return -(-self.num_rows // self.rows_per_message)
 
     def rows(self, message: int) -> range:
