@@ -63,13 +63,19 @@ class OnlineMerge:
     """
 
     def __init__(self, shape: Sequence[int], device: torch.device | str = "cpu") -> None:
-        self._out = torch.zeros(tuple(shape), device=device)
-        self._lse = torch.full(tuple(shape[:-1]), -torch.inf, device=device)
+        self._shape, self._device = tuple(shape), device
+        self._merged: tuple[Tensor, Tensor] | None = None
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        """Takes in attention (out [t, h, D], lse [t, h], fp32) over keys that no other partial covers."""
-        self._out, self._lse = merge_partials([self._out, out], torch.stack([self._lse, lse]))
+        """Takes in attention (out [t, h, D], lse [t, h], fp32) over keys of no other partial; lse must not change later."""
+        if self._merged is None:
+            self._merged = out.masked_fill((lse == -torch.inf).unsqueeze(-1), 0.0), lse
+        else:
+            before, before_lse = self._merged
+            self._merged = merge_partials([before, out], torch.stack([before_lse, lse]))
 
     def result(self) -> tuple[Tensor, Tensor]:
         """(out [t, h, D], lse [t, h]) over all keys so far."""
-        return self._out, self._lse
+        if self._merged is None:
+            return torch.zeros(self._shape, device=self._device), torch.full(self._shape[:-1], -torch.inf, device=self._device)
+        return self._merged

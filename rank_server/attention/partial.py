@@ -1,7 +1,7 @@
 """Attention of a step's queries on a CPU, over the keys of this shard's paged cache or over keys at hand.
 
-One query token goes the way of `one_query`, many queries in bf16 over enough keys that of `shifted_softmax`, and all others
-through torch's flash operation in fp32.
+Many queries in bf16 over enough keys go the way of `shifted_softmax`, all others through torch's flash operation in fp32, over
+pieces of the keys that stay in the processor's cache between their conversion and their use.
 """
 
 import torch
@@ -10,7 +10,6 @@ from torch import Tensor
 from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.keys import DenseKeys, Keys, RowKeys, pieces
 from rank_server.attention.merge import OnlineMerge, clear_empty
-from rank_server.attention.one_query import TILE_BYTES, attend_one
 from rank_server.attention.shifted_softmax import ShiftedSoftmax, suits
 
 QUERY_TILE = 256
@@ -46,15 +45,10 @@ def paged_partial(
         if row.local_len == 0:
             continue
         keys = RowKeys(row, k_cache, v_cache)
-        if row.q_len == 1:
-            tile_bytes = min(workspace_bytes, TILE_BYTES)
-            at = row.q_start
-            out[at], lse[at] = attend_one(q[at], keys, kv_heads, row.local_len, scale, tile_bytes)
-            continue
         for start in range(row.q_start, row.q_start + row.q_len, QUERY_TILE):
             tile = slice(start, min(start + QUERY_TILE, row.q_start + row.q_len))
-            visible = batch.visible[tile]
-            bounds = int(visible[0]), int(visible[-1])
+            visible = batch.visible[tile] if row.q_len > 1 else None
+            bounds = (int(visible[0]), int(visible[-1])) if visible is not None else (row.local_len, row.local_len)
             if bounds[1] > 0:
                 out[tile], lse[tile] = _attend_tile(q[tile], keys, kv_heads, visible, bounds, scale, workspace_bytes)
     return out, lse

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rank_server.attention.merge import clear_empty, merge_partials, scaled, shares
+from rank_server.attention.merge import OnlineMerge, clear_empty, merge_partials, scaled, shares
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "data" / "layout_vectors.json").read_text())["lse_combine"]
 INF = math.inf
@@ -117,3 +117,11 @@ def test_inputs_are_not_modified() -> None:
     merge_partials(outs[:1], lses[:1])[0].fill_(0)
     assert torch.equal(outs, before[0])
     assert torch.equal(lses, before[1])
+
+
+def test_b6_an_online_merge_of_one_partial_keeps_no_garbage() -> None:
+    merged = OnlineMerge((2, 1, 3))
+    merged.add(torch.tensor([[[math.nan] * 3], [[1.0, 2.0, 3.0]]]), torch.tensor([[-INF], [0.5]]))
+    out, lse = merged.result()
+    assert out.tolist() == [[[0.0, 0.0, 0.0]], [[1.0, 2.0, 3.0]]]
+    assert lse.tolist() == [[-INF], [0.5]]
