@@ -45,6 +45,7 @@ bench: $(VENV)/.installed-rank
 	$(BIN)/kvloom bench layout
 	$(BIN)/kvloom bench pd-waste
 	$(BIN)/kvloom bench collectives
+	$(BIN)/kvloom bench transfer
 	$(BIN)/kvloom bench decode
 
 # Again only when pyproject.toml has changed.
