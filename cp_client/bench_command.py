@@ -6,7 +6,18 @@ from argparse import REMAINDER, ArgumentParser, Namespace, _SubParsersAction
 
 from cp_client.interpreter import same_code_environment
 
-BENCHMARKS = ("collectives", "decode", "layout", "pd-waste", "transfer")
+BENCHMARKS = (
+    "attention",
+    "collectives",
+    "compare",
+    "decode",
+    "layout",
+    "memory",
+    "mla",
+    "pd-waste",
+    "prefill",
+    "transfer",
+)
 
 
 def add_bench_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
