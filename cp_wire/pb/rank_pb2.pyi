@@ -6,6 +6,7 @@ isort:skip_file
 import builtins
 import collections.abc
 import cp_wire.pb.common_pb2
+import cp_wire.pb.kv_transfer_pb2
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
 import google.protobuf.message
@@ -154,9 +155,15 @@ class Configure(google.protobuf.message.Message):
     CONFIG_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     POOL_IS_SETTLED_FIELD_NUMBER: builtins.int
+    FIRST_RANK_FIELD_NUMBER: builtins.int
+    POOL_IS_SHARED_FIELD_NUMBER: builtins.int
     rank: builtins.int
     pool_is_settled: builtins.bool
     """The set has served before: all other ranks have their pools of the configured size."""
+    first_rank: builtins.int
+    """Global rank that the configuration's grid counts from."""
+    pool_is_shared: builtins.bool
+    """Ranks of this host will read its KV: the pool lies where they can reach it, if the system lets it."""
     @property
     def config(self) -> cp_wire.pb.common_pb2.ClusterConfig: ...
     def __init__(
@@ -165,9 +172,11 @@ class Configure(google.protobuf.message.Message):
         config: cp_wire.pb.common_pb2.ClusterConfig | None = ...,
         rank: builtins.int = ...,
         pool_is_settled: builtins.bool = ...,
+        first_rank: builtins.int = ...,
+        pool_is_shared: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["config", b"config"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["config", b"config", "pool_is_settled", b"pool_is_settled", "rank", b"rank"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "first_rank", b"first_rank", "pool_is_settled", b"pool_is_settled", "pool_is_shared", b"pool_is_shared", "rank", b"rank"]) -> None: ...
 
 global___Configure = Configure
 
@@ -354,7 +363,7 @@ global___GroupMeasured = GroupMeasured
 
 @typing.final
 class Reset(google.protobuf.message.Message):
-    """Drop all requests and groups; the pool and the weights stay. Starts the epoch of the envelope."""
+    """Drop all requests, groups and transfers; the pool and the weights stay. Starts the epoch of the envelope."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -655,3 +664,282 @@ class GetProgressResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["commands_done", b"commands_done", "instance", b"instance", "last_progress_ms", b"last_progress_ms", "load_fraction", b"load_fraction", "rank", b"rank", "running_sequence", b"running_sequence"]) -> None: ...
 
 global___GetProgressResponse = GetProgressResponse
+
+@typing.final
+class LeaseRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    SHARD_OFFSET_FIELD_NUMBER: builtins.int
+    FIRST_COLUMN_FIELD_NUMBER: builtins.int
+    BLOCK_IDS_FIELD_NUMBER: builtins.int
+    TOKENS_FIELD_NUMBER: builtins.int
+    TARGET_RANKS_FIELD_NUMBER: builtins.int
+    TTL_MS_FIELD_NUMBER: builtins.int
+    instance: builtins.str
+    epoch: builtins.int
+    session: builtins.int
+    """Unique over the life of the cluster."""
+    shard_offset: builtins.int
+    """Of the request on this side; like `target_ranks` fixed by the call that opens the session."""
+    first_column: builtins.int
+    """Columns [first_column, first_column + n) of this rank's block table of the request. Blocks already leased may be repeated."""
+    tokens: builtins.int
+    """Tokens [0, tokens) of the request, over all shards, can be read: their steps are committed. Never shrinks."""
+    ttl_ms: builtins.int
+    """How long the session lasts unless this call or a reader prolongs it; fixed by the call that opens it."""
+    @property
+    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def target_ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Who reads, counted inside the target's DP index."""
+
+    def __init__(
+        self,
+        *,
+        instance: builtins.str = ...,
+        epoch: builtins.int = ...,
+        session: builtins.int = ...,
+        shard_offset: builtins.int = ...,
+        first_column: builtins.int = ...,
+        block_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        tokens: builtins.int = ...,
+        target_ranks: collections.abc.Iterable[builtins.int] | None = ...,
+        ttl_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["block_ids", b"block_ids", "epoch", b"epoch", "first_column", b"first_column", "instance", b"instance", "session", b"session", "shard_offset", b"shard_offset", "target_ranks", b"target_ranks", "tokens", b"tokens", "ttl_ms", b"ttl_ms"]) -> None: ...
+
+global___LeaseRequest = LeaseRequest
+
+@typing.final
+class LeaseResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___LeaseResponse = LeaseResponse
+
+@typing.final
+class EndLeaseRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    instance: builtins.str
+    epoch: builtins.int
+    session: builtins.int
+    def __init__(
+        self,
+        *,
+        instance: builtins.str = ...,
+        epoch: builtins.int = ...,
+        session: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "instance", b"instance", "session", b"session"]) -> None: ...
+
+global___EndLeaseRequest = EndLeaseRequest
+
+@typing.final
+class EndLeaseResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOW_FIELD_NUMBER: builtins.int
+    how: builtins.str
+    """How the session ended: cancelled (by this call), released (by its readers) or expired; empty when it is not known here."""
+    def __init__(
+        self,
+        *,
+        how: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["how", b"how"]) -> None: ...
+
+global___EndLeaseResponse = EndLeaseResponse
+
+@typing.final
+class PullRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    ATTEMPT_FIELD_NUMBER: builtins.int
+    SOURCE_EPOCH_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    SOURCES_FIELD_NUMBER: builtins.int
+    SHARD_OFFSET_FIELD_NUMBER: builtins.int
+    START_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    BLOCK_IDS_FIELD_NUMBER: builtins.int
+    TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    instance: builtins.str
+    epoch: builtins.int
+    session: builtins.int
+    attempt: builtins.int
+    """1, 2, 3, … per session; an older one than the newest seen is refused."""
+    source_epoch: builtins.int
+    """Epoch under which the sources hold the session."""
+    shard_offset: builtins.int
+    """Of the request on this rank's side."""
+    start: builtins.int
+    """Tokens [start, end)."""
+    end: builtins.int
+    timeout_ms: builtins.int
+    """Bound on the whole pull."""
+    @property
+    def source(self) -> cp_wire.pb.kv_transfer_pb2.KvSide:
+        """The sources' side with the request's shard offset there; with this rank's own side it says who sends what to whom."""
+
+    @property
+    def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PullSource]: ...
+    @property
+    def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """This rank's block table of the request, at least up to `end`. What the range writes to belongs to the request alone."""
+
+    def __init__(
+        self,
+        *,
+        instance: builtins.str = ...,
+        epoch: builtins.int = ...,
+        session: builtins.int = ...,
+        attempt: builtins.int = ...,
+        source_epoch: builtins.int = ...,
+        source: cp_wire.pb.kv_transfer_pb2.KvSide | None = ...,
+        sources: collections.abc.Iterable[global___PullSource] | None = ...,
+        shard_offset: builtins.int = ...,
+        start: builtins.int = ...,
+        end: builtins.int = ...,
+        block_ids: collections.abc.Iterable[builtins.int] | None = ...,
+        timeout_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "end", b"end", "epoch", b"epoch", "instance", b"instance", "session", b"session", "shard_offset", b"shard_offset", "source", b"source", "source_epoch", b"source_epoch", "sources", b"sources", "start", b"start", "timeout_ms", b"timeout_ms"]) -> None: ...
+
+global___PullRequest = PullRequest
+
+@typing.final
+class PullSource(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    INSTANCE_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    """Inside the source's DP index."""
+    address: builtins.str
+    instance: builtins.str
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        address: builtins.str = ...,
+        instance: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "instance", b"instance", "rank", b"rank"]) -> None: ...
+
+global___PullSource = PullSource
+
+@typing.final
+class PullResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FAILURE_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    SHARED_BYTES_FIELD_NUMBER: builtins.int
+    CORRUPTED_FIELD_NUMBER: builtins.int
+    DUPLICATES_FIELD_NUMBER: builtins.int
+    STALE_FIELD_NUMBER: builtins.int
+    RETRIES_FIELD_NUMBER: builtins.int
+    DURATION_US_FIELD_NUMBER: builtins.int
+    payload_bytes: builtins.int
+    """What has been written, also by a pull that failed."""
+    messages: builtins.int
+    shared_bytes: builtins.int
+    """Part of the payload that was copied from pools of this host."""
+    corrupted: builtins.int
+    """Messages that were dropped: damaged, already written, or of another time."""
+    duplicates: builtins.int
+    stale: builtins.int
+    retries: builtins.int
+    """Further attempts at single sources."""
+    duration_us: builtins.int
+    @property
+    def failure(self) -> global___PullFailure:
+        """Unset when every token of the range is there."""
+
+    def __init__(
+        self,
+        *,
+        failure: global___PullFailure | None = ...,
+        payload_bytes: builtins.int = ...,
+        messages: builtins.int = ...,
+        shared_bytes: builtins.int = ...,
+        corrupted: builtins.int = ...,
+        duplicates: builtins.int = ...,
+        stale: builtins.int = ...,
+        retries: builtins.int = ...,
+        duration_us: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["failure", b"failure"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["corrupted", b"corrupted", "duplicates", b"duplicates", "duration_us", b"duration_us", "failure", b"failure", "messages", b"messages", "payload_bytes", b"payload_bytes", "retries", b"retries", "shared_bytes", b"shared_bytes", "stale", b"stale"]) -> None: ...
+
+global___PullResponse = PullResponse
+
+@typing.final
+class PullFailure(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: builtins.int
+    MESSAGE_FIELD_NUMBER: builtins.int
+    TRANSIENT_FIELD_NUMBER: builtins.int
+    reason: builtins.str
+    """Stable upper-case word: UNAVAILABLE, DEADLINE_EXCEEDED, CORRUPTED, LEASE_ENDED, STALE, CONFIG_REFUSED, …"""
+    message: builtins.str
+    transient: builtins.bool
+    """The same range may succeed when it is pulled again."""
+    def __init__(
+        self,
+        *,
+        reason: builtins.str = ...,
+        message: builtins.str = ...,
+        transient: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["message", b"message", "reason", b"reason", "transient", b"transient"]) -> None: ...
+
+global___PullFailure = PullFailure
+
+@typing.final
+class EndPullRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    SESSION_FIELD_NUMBER: builtins.int
+    instance: builtins.str
+    epoch: builtins.int
+    session: builtins.int
+    def __init__(
+        self,
+        *,
+        instance: builtins.str = ...,
+        epoch: builtins.int = ...,
+        session: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "instance", b"instance", "session", b"session"]) -> None: ...
+
+global___EndPullRequest = EndPullRequest
+
+@typing.final
+class EndPullResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___EndPullResponse = EndPullResponse

@@ -45,6 +45,26 @@ class RankServiceStub(object):
                 request_serializer=cp__wire_dot_pb_dot_rank__pb2.GetProgressRequest.SerializeToString,
                 response_deserializer=cp__wire_dot_pb_dot_rank__pb2.GetProgressResponse.FromString,
                 _registered_method=True)
+        self.Lease = channel.unary_unary(
+                '/kvloom.v1.RankService/Lease',
+                request_serializer=cp__wire_dot_pb_dot_rank__pb2.LeaseRequest.SerializeToString,
+                response_deserializer=cp__wire_dot_pb_dot_rank__pb2.LeaseResponse.FromString,
+                _registered_method=True)
+        self.EndLease = channel.unary_unary(
+                '/kvloom.v1.RankService/EndLease',
+                request_serializer=cp__wire_dot_pb_dot_rank__pb2.EndLeaseRequest.SerializeToString,
+                response_deserializer=cp__wire_dot_pb_dot_rank__pb2.EndLeaseResponse.FromString,
+                _registered_method=True)
+        self.Pull = channel.unary_unary(
+                '/kvloom.v1.RankService/Pull',
+                request_serializer=cp__wire_dot_pb_dot_rank__pb2.PullRequest.SerializeToString,
+                response_deserializer=cp__wire_dot_pb_dot_rank__pb2.PullResponse.FromString,
+                _registered_method=True)
+        self.EndPull = channel.unary_unary(
+                '/kvloom.v1.RankService/EndPull',
+                request_serializer=cp__wire_dot_pb_dot_rank__pb2.EndPullRequest.SerializeToString,
+                response_deserializer=cp__wire_dot_pb_dot_rank__pb2.EndPullResponse.FromString,
+                _registered_method=True)
 
 
 class RankServiceServicer(object):
@@ -66,6 +86,40 @@ class RankServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Lease(self, request, context):
+        """KV that moves between ranks. These calls run beside the lane, also during a step; they name the rank's instance and its
+        epoch and end with ABORTED (reason STALE) when either is another by now.
+
+        Opens a session on a source rank, lets it grow, and prolongs it. Repeating a call changes nothing but the deadline.
+        FAILED_PRECONDITION (LEASE_ENDED) when the session is over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndLease(self, request, context):
+        """Ends a session on a source rank. Once it is answered nothing of the session is read that a target would believe, and
+        its blocks may be handed out. A session that is unknown or over is no error.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Pull(self, request, context):
+        """A target rank takes over what it needs of a range of tokens; answered when it is written and verified, or has failed.
+        One range of a session at a time: a newer call stops the older one first. Cancelling the call stops it too.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndPull(self, request, context):
+        """Ends a session on a target rank. Once it is answered nothing is written any more, and no late call of the session begins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RankServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -78,6 +132,26 @@ def add_RankServiceServicer_to_server(servicer, server):
                     servicer.GetProgress,
                     request_deserializer=cp__wire_dot_pb_dot_rank__pb2.GetProgressRequest.FromString,
                     response_serializer=cp__wire_dot_pb_dot_rank__pb2.GetProgressResponse.SerializeToString,
+            ),
+            'Lease': grpc.unary_unary_rpc_method_handler(
+                    servicer.Lease,
+                    request_deserializer=cp__wire_dot_pb_dot_rank__pb2.LeaseRequest.FromString,
+                    response_serializer=cp__wire_dot_pb_dot_rank__pb2.LeaseResponse.SerializeToString,
+            ),
+            'EndLease': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndLease,
+                    request_deserializer=cp__wire_dot_pb_dot_rank__pb2.EndLeaseRequest.FromString,
+                    response_serializer=cp__wire_dot_pb_dot_rank__pb2.EndLeaseResponse.SerializeToString,
+            ),
+            'Pull': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pull,
+                    request_deserializer=cp__wire_dot_pb_dot_rank__pb2.PullRequest.FromString,
+                    response_serializer=cp__wire_dot_pb_dot_rank__pb2.PullResponse.SerializeToString,
+            ),
+            'EndPull': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndPull,
+                    request_deserializer=cp__wire_dot_pb_dot_rank__pb2.EndPullRequest.FromString,
+                    response_serializer=cp__wire_dot_pb_dot_rank__pb2.EndPullResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -135,6 +209,114 @@ class RankService(object):
             '/kvloom.v1.RankService/GetProgress',
             cp__wire_dot_pb_dot_rank__pb2.GetProgressRequest.SerializeToString,
             cp__wire_dot_pb_dot_rank__pb2.GetProgressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Lease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloom.v1.RankService/Lease',
+            cp__wire_dot_pb_dot_rank__pb2.LeaseRequest.SerializeToString,
+            cp__wire_dot_pb_dot_rank__pb2.LeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndLease(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloom.v1.RankService/EndLease',
+            cp__wire_dot_pb_dot_rank__pb2.EndLeaseRequest.SerializeToString,
+            cp__wire_dot_pb_dot_rank__pb2.EndLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloom.v1.RankService/Pull',
+            cp__wire_dot_pb_dot_rank__pb2.PullRequest.SerializeToString,
+            cp__wire_dot_pb_dot_rank__pb2.PullResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndPull(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloom.v1.RankService/EndPull',
+            cp__wire_dot_pb_dot_rank__pb2.EndPullRequest.SerializeToString,
+            cp__wire_dot_pb_dot_rank__pb2.EndPullResponse.FromString,
             options,
             channel_credentials,
             insecure,
