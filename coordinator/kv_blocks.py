@@ -31,10 +31,16 @@ class _Sequence:
     """Per member, the request's block table; () while it holds nothing."""
     num_registered: int = 0
     """Units of the tables that have been offered to the prefix cache, or came from it."""
+    is_announced: bool = False
+    """Whether the ranks have the tables too."""
 
 
 class KvBlocks:
-    """Blocks by pool member. The order of use per request: open, (place, admit, grow…, register…, release)…, close."""
+    """Blocks by pool member.
+
+    The order of use per request: open, (place, admit, grow…, register…, release)…, close. Blocks that the ranks have in their
+    tables are *announced*: from `announce`, at any time after `admit`, to `retract`, at any time before `release`.
+    """
 
     def __init__(self, layout: Layout, blocks_per_member: int, identity: bytes) -> None:
         self._layout = layout
@@ -60,7 +66,7 @@ class KvBlocks:
 
     @property
     def table_blocks(self) -> tuple[int, ...]:
-        """Per member, entries of all block tables: what a rank of that member reports as in use."""
+        """Per member, entries of all announced block tables: what a rank of that member reports as in use."""
         return tuple(self._table_blocks)
 
     def open(self, request: Request) -> None:
@@ -72,8 +78,16 @@ class KvBlocks:
         if self._sequences.pop(request.handle).tables:
             raise RuntimeError(f"request {request.handle} is forgotten while it holds blocks")
 
-    def place(self, request: Request) -> Placement:
-        """Prefix hit and shard offset for a request that holds nothing; changes nothing.
+    def announce(self, request: Request) -> None:
+        """The ranks get the request's tables with the next step."""
+        self._set_announced(self._sequences[request.handle], True)
+
+    def retract(self, request: Request) -> None:
+        """The ranks forget the request with the next step; its blocks stay its own."""
+        self._set_announced(self._sequences[request.handle], False)
+
+    def place(self, request: Request, more: int = 0) -> Placement:
+        """Prefix hit and shard offset for a request that holds nothing; changes nothing. more: tokens beyond the known ones.
 
         A hit decides the offset; without one it is the roomiest. Prompt tokens that are still to be scored are no hit, they
         have to be computed (F13).
@@ -81,8 +95,8 @@ class KvBlocks:
         length = request.num_known
         reusable = reusable_tokens(request.num_scored if request.is_unscored else length, self._layout)
         hit = self._cache.longest(self._chain(request, reusable // self._unit_tokens))
-        offset = hit.shard_offset if hit.units else roomiest_offset(self._layout, length, self.free_blocks)
-        needed = blocks_by_member(self._layout, length, offset)
+        offset = hit.shard_offset if hit.units else roomiest_offset(self._layout, length + more, self.free_blocks)
+        needed = blocks_by_member(self._layout, length + more, offset)
         for member, block in (place for unit in hit.units for place in unit):
             needed[member] -= self._pools[member].is_held(block)
         return Placement(offset, hit, len(hit.units) * self._unit_tokens, tuple(needed))
@@ -94,7 +108,6 @@ class KvBlocks:
         for member, block in (place for unit in placement.hit.units for place in unit):
             self._pools[member].share(block)
             sequence.tables[member].append(block)
-            self._table_blocks[member] += 1
         sequence.num_registered = len(placement.hit.units)
 
     def missing(self, request: Request, length: int) -> Sequence[int]:
@@ -105,7 +118,8 @@ class KvBlocks:
             if layout.block_column(length - 1) < len(tables[member]):
                 return self._none
         needed = blocks_by_member(layout, length, request.shard_offset)
-        return [need - len(table) for need, table in zip(needed, tables, strict=True)]
+        # A request may have been given room beyond this length.
+        return [max(0, need - len(table)) for need, table in zip(needed, tables, strict=True)]
 
     def has_room(self, counts: Sequence[int]) -> bool:
         """Whether every member has so many free blocks."""
@@ -115,8 +129,9 @@ class KvBlocks:
         """Appends so many blocks of each member to the request's tables; there must be room."""
         if counts is self._none:
             return
-        for member, (table, count) in enumerate(zip(self._sequences[request.handle].tables, counts, strict=True)):
-            self._table_blocks[member] += count
+        sequence = self._sequences[request.handle]
+        for member, (table, count) in enumerate(zip(sequence.tables, counts, strict=True)):
+            self._table_blocks[member] += count if sequence.is_announced else 0
             for _ in range(count):
                 block, evicted = self._pools[member].take()
                 if evicted:
@@ -129,6 +144,10 @@ class KvBlocks:
             return ()
         tables = self._sequences[request.handle].tables
         return tuple(tuple(table[len(table) - count :]) for table, count in zip(tables, counts, strict=True))
+
+    def tables(self, request: Request) -> tuple[tuple[int, ...], ...]:
+        """Per member, the request's block table."""
+        return tuple(tuple(table) for table in self._sequences[request.handle].tables)
 
     def table_lengths(self, request: Request) -> list[int]:
         """Blocks in each of the request's tables."""
@@ -154,12 +173,20 @@ class KvBlocks:
     def release(self, request: Request) -> None:
         """Gives all blocks back, the tables' ends first, so that a prefix outlives its continuation (F4)."""
         sequence = self._sequences[request.handle]
+        if sequence.is_announced:
+            raise RuntimeError(f"request {request.handle} gives blocks back that the ranks have in their tables")
         for member, table in enumerate(sequence.tables):
-            self._table_blocks[member] -= len(table)
             for block in reversed(table):
                 self._pools[member].release(block)
         sequence.tables = ()
         sequence.num_registered = 0
+
+    def _set_announced(self, sequence: _Sequence, announced: bool) -> None:
+        if sequence.is_announced == announced:
+            raise RuntimeError(f"block tables are {'announced' if announced else 'retracted'} twice")
+        sequence.is_announced = announced
+        for member, table in enumerate(sequence.tables):
+            self._table_blocks[member] += len(table) if announced else -len(table)
 
     def _chain(self, request: Request, stop: int, start: int = 0) -> Iterator[bytes]:
         """Digests of the units [start, stop) of the known tokens; what the request came without is computed when asked for."""

@@ -1,17 +1,16 @@
 """What a step says about one request: its admission, its row, and what a drawn token means for it."""
 
-from coordinator.kv_blocks import Placement
 from coordinator.plan import Admission, Row
 from coordinator.request import Request
 
 
-def admission_of(request: Request, placement: Placement) -> Admission:
-    """The request as the ranks have to know it before its first row."""
-    cached = placement.num_cached_tokens
+def admission_of(request: Request) -> Admission:
+    """The request as the ranks have to know it before its first row; all it has computed by now is in the cache."""
+    cached = request.num_computed
     return Admission(
         handle=request.handle,
         sampling=request.sampling,
-        shard_offset=placement.shard_offset,
+        shard_offset=request.shard_offset,
         num_cached_tokens=cached,
         num_prompt_tokens=len(request.prompt),
         owner=request.owner,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from coordinator import scheduler
+from coordinator import step_draft
 from coordinator.plan import Sampling
 from coordinator.request import Request
 from coordinator.scheduler import QueueFull
@@ -84,7 +84,7 @@ def test_plans_with_many_cached_tokens_admit_one_request_at_a_time(monkeypatch):
     cluster = Cluster(ONE, 60)
     cluster.add(PROMPT, 1)
     cluster.drain()
-    monkeypatch.setattr(scheduler, "MAX_CACHED_TOKENS_IN_PLAN", 20)
+    monkeypatch.setattr(step_draft, "MAX_CACHED_TOKENS_IN_PLAN", 20)
     requests = [cluster.add(PROMPT, 2, repetition_penalty=1.5) for _ in range(4)]
     plain = cluster.add(PROMPT, 2)
     start = len(cluster.steps)
@@ -127,7 +127,7 @@ def test_f13_a_prompt_of_one_token_has_nothing_to_score():
 
 @pytest.mark.parametrize("layout", [ONE, TWO], ids=str)
 def test_scores_of_a_step_have_a_bound_and_nobody_is_admitted_beside_a_chunk_that_it_cuts(monkeypatch, layout):
-    monkeypatch.setattr(scheduler, "MAX_SCORED_VALUES_IN_STEP", 24)
+    monkeypatch.setattr(step_draft, "MAX_SCORED_VALUES_IN_STEP", 24)
     cluster = Cluster(layout, 40)
     decoding = cluster.add([40, 41], 12)
     cluster.step()
