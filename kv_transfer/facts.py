@@ -16,7 +16,7 @@ AXIS_ORDER = "plane,token,head,dim"
 """How a payload walks through the cache; blocks are no axis of it."""
 
 MAX_RANKS = 4096
-"""Ranks of a target, whose plan a source works out."""
+"""Ranks of the other side of a transfer; a plan is worked out for all of them."""
 
 EQUAL = ("protocol_version", "model_hash", "dtype", "planes", "kv_heads", "head_bytes", "axis_order", "byte_order")
 """Fields of `KvFacts` that differ between no two ends; layout and rank may."""
@@ -94,10 +94,10 @@ def side_message(side: Side) -> pb.KvSide:
 def side_of(message: pb.KvSide, kv_heads: int | None) -> Side:
     """The side that a message describes; `ConfigRefused` when it breaks a law."""
     if message.tp * message.pcp > MAX_RANKS:
-        raise ConfigRefused(f"a target of {message.tp * message.pcp} ranks is more than the limit of {MAX_RANKS}")
+        raise ConfigRefused(f"a side of {message.tp * message.pcp} ranks is more than the limit of {MAX_RANKS}")
     try:
         grid = Grid(message.tp, message.pcp, message.dcp)
         layout = Layout(message.dcp, message.interleave, message.block_size)
         return Side(grid, layout, kv_heads, message.shard_offset)
     except LayoutError as refusal:
-        raise ConfigRefused(f"the target's layout: {refusal}") from refusal
+        raise ConfigRefused(f"the layout of the other side: {refusal}") from refusal

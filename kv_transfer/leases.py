@@ -35,6 +35,8 @@ class Lease:
     deadline: float
     readers: set[int]
     """Target ranks that have not released yet."""
+    ttl_s: float
+    """How long it lasts without being renewed."""
     blocks: NDArray[np.int64]
     """The rank's block table of the request."""
     tokens: int
@@ -55,26 +57,33 @@ class Ended:
 
 
 class LeaseTable:
-    """The leases of one rank. clock: seconds, monotonic; ttl_s: how long a lease lasts without being renewed."""
+    """The leases of one rank. clock: seconds, monotonic; ttl_s: how long a lease lasts without being renewed, unless its
+    grant says otherwise."""
 
     def __init__(self, generations: Generations, clock: Callable[[], float], ttl_s: float) -> None:
-        if not ttl_s > 0:
-            raise ValueError(f"a lease of {ttl_s} s never holds")
         self._generations = generations
         self._clock = clock
-        self.ttl_s = ttl_s
+        self._ttl_s = _lasting(ttl_s)
         self._active: dict[int, Lease] = {}
         self._ended: list[Ended] = []
         self._fate: dict[int, End] = {}
 
     def grant(
-        self, session: int, epoch: int, shard_offset: int, blocks: Sequence[int], tokens: int, readers: Iterable[int]
+        self,
+        session: int,
+        epoch: int,
+        shard_offset: int,
+        blocks: Sequence[int],
+        tokens: int,
+        readers: Iterable[int],
+        ttl_s: float | None = None,
     ) -> None:
         """Opens a session; without readers it ends at once. `Stale` when the session exists or has existed."""
         if session in self._active or session in self._fate:
             raise Stale(f"transfer {session} was granted before")
-        deadline, held = self._clock() + self.ttl_s, np.array(blocks, np.int64)
-        lease = Lease(session, epoch, shard_offset, self._generations.now(), deadline, set(readers), held, tokens)
+        ttl_s = self._ttl_s if ttl_s is None else _lasting(ttl_s)
+        deadline, held = self._clock() + ttl_s, np.array(blocks, np.int64)
+        lease = Lease(session, epoch, shard_offset, self._generations.now(), deadline, set(readers), ttl_s, held, tokens)
         self._active[session] = lease
         if not lease.readers:
             self._end(lease, "released")
@@ -87,7 +96,7 @@ class LeaseTable:
         lease.blocks = np.concatenate([lease.blocks, np.asarray(blocks, np.int64)])
         lease.tokens = tokens
         lease.generation = self._generations.now()
-        lease.deadline = self._clock() + self.ttl_s
+        lease.deadline = self._clock() + lease.ttl_s
 
     def get(self, session: int) -> Lease:
         """The session's lease if it can be read now; `LeaseEnded`, `Stale` or `Unknown` say why not.
@@ -110,7 +119,7 @@ class LeaseTable:
     def renew(self, session: int) -> Lease:
         """Prolongs the lease to a whole ttl from now."""
         lease = self.get(session)
-        lease.deadline = self._clock() + self.ttl_s
+        lease.deadline = self._clock() + lease.ttl_s
         return lease
 
     def release(self, session: int, reader: int) -> None:
@@ -126,6 +135,18 @@ class LeaseTable:
         lease = self._active.get(session)
         if lease is not None:
             self._end(lease, "cancelled")
+
+    def close(self, session: int) -> End | None:
+        """Like `cancel`, and a session that is not known yet will never be granted.
+
+        Returns how the session has ended, None for one that was not known.
+        """
+        self.expire()
+        self.cancel(session)
+        how = self._fate.get(session)
+        if how is None:
+            self._remember(session, "cancelled")
+        return how
 
     def cancel_all(self) -> None:
         """Ends every session."""
@@ -151,10 +172,19 @@ class LeaseTable:
 
     def _end(self, lease: Lease, how: End) -> None:
         del self._active[lease.session]
-        self._fate[lease.session] = how
+        self._remember(lease.session, how)
+        self._ended.append(Ended(lease.session, how, tuple(lease.blocks.tolist())))
+
+    def _remember(self, session: int, how: End) -> None:
+        self._fate[session] = how
         if len(self._fate) > REMEMBERED:
             del self._fate[next(iter(self._fate))]
-        self._ended.append(Ended(lease.session, how, tuple(lease.blocks.tolist())))
+
+
+def _lasting(ttl_s: float) -> float:
+    if not ttl_s > 0:
+        raise ValueError(f"a lease of {ttl_s} s never holds")
+    return ttl_s
 
 
 async def sweep(leases: LeaseTable, report: Callable[[list[Ended]], None], period_s: float) -> None:

@@ -36,12 +36,13 @@ class Puller:
         self._target = Target(facts, store, generations, limits, Budget(limits.bytes_in_flight), OpenPools(), count(1))
         self._channels: dict[str, grpc.aio.Channel] = {}
 
-    async def pull(self, pull: Pull) -> Report:
+    async def pull(self, pull: Pull, deadline_s: float | None = None) -> Report:
         """Every token of the range is in the pool when this returns, and nothing else was written; else `TransferFailed`.
 
+        deadline_s: from now, instead of that of the limits.
         The session stays leased: further ranges of it may follow, then `release`.
         """
-        report, deadline_s = Report(), self._target.limits.deadline_s
+        report, deadline_s = Report(), self._target.limits.deadline_s if deadline_s is None else deadline_s
         links = self._links(pull, report)
         try:
             async with asyncio.timeout(deadline_s):

@@ -1,8 +1,8 @@
-"""The gRPC face of a `Source`."""
+"""The gRPC face of a source."""
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import grpc
 
@@ -10,7 +10,7 @@ from cp_wire import errors
 from cp_wire.logs import get_logger
 from cp_wire.pb import kv_transfer_pb2 as pb
 from cp_wire.pb import kv_transfer_pb2_grpc
-from kv_transfer.source import Source
+from kv_transfer.source import Fetch
 
 log = get_logger("transfer")
 
@@ -20,10 +20,30 @@ WRITE_S = 10.0
 """How long a reader may leave a message untaken: one that is frozen must not hold the stream for good."""
 
 
+class Readable(Protocol):
+    """What answers the calls: a `Source`, or what stands for one that may not be there yet."""
+
+    def describe(self, request: pb.DescribeRequest) -> pb.DescribeResponse:
+        """See `Source.describe`."""
+        ...
+
+    def renew(self, request: pb.RenewRequest) -> pb.RenewResponse:
+        """See `Source.renew`."""
+        ...
+
+    def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
+        """See `Source.release`."""
+        ...
+
+    def open(self, request: pb.FetchRequest) -> Fetch:
+        """See `Source.open`."""
+        ...
+
+
 class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
     """Answers for one rank. `Fetch` writes frames of `framing.encode`, not messages: see `add_to_server`."""
 
-    def __init__(self, source: Source, write_s: float = WRITE_S) -> None:
+    def __init__(self, source: Readable, write_s: float = WRITE_S) -> None:
         self._source = source
         self._write_s = write_s
 

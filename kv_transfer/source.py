@@ -67,6 +67,10 @@ class Fetch:
         return framing.encode(header, payload.data)
 
 
+def _milliseconds(seconds: float) -> int:
+    return int(seconds * 1000)
+
+
 def _range_of(request: pb.FetchRequest) -> tuple[int, int, int]:
     """What replaces one another: attempts of one reader at one range."""
     return request.target_rank, request.start, request.end
@@ -90,7 +94,7 @@ class Source:
             tokens=lease.tokens,
             shard_offset=lease.shard_offset,
             generation=lease.generation,
-            lease_ms=self._lease_ms,
+            lease_ms=_milliseconds(lease.ttl_s),
         )
         pool = self.store.shared
         if pool is not None and request.facts.host == self.place.host != "":
@@ -103,7 +107,7 @@ class Source:
         """A whole lease from now."""
         self._lease(request.session, request.epoch, request.instance)
         lease = self.leases.renew(request.session)
-        return pb.RenewResponse(lease_ms=self._lease_ms, tokens=lease.tokens, generation=lease.generation)
+        return pb.RenewResponse(lease_ms=_milliseconds(lease.ttl_s), tokens=lease.tokens, generation=lease.generation)
 
     def release(self, request: pb.ReleaseRequest) -> pb.ReleaseResponse:
         """The target rank has all it needs, or has given up; one of a former life of this process releases nothing."""
@@ -137,10 +141,6 @@ class Source:
         if lease.attempts.get(_range_of(request), 0) > request.attempt:
             raise Stale(f"attempt {request.attempt} of transfer {request.session} was replaced by a newer one")
         return lease
-
-    @property
-    def _lease_ms(self) -> int:
-        return int(self.leases.ttl_s * 1000)
 
     def _lease(self, session: int, epoch: int, instance: str) -> Lease:
         if instance != self.place.instance:

@@ -40,6 +40,13 @@ class Geometry:
         """[planes, num_blocks, block_size, heads, head_bytes] of the whole pool."""
         return self.planes, self.num_blocks, self.block_size, self.heads, self.head_bytes
 
+    def check(self, places: Int64s, first_head: int, num_heads: int) -> None:
+        """IndexError for what the pool does not have."""
+        if not 0 <= first_head < first_head + num_heads <= self.heads:
+            raise IndexError(f"heads [{first_head}, {first_head + num_heads}) of a pool of {self.heads}")
+        if len(places) and not 0 <= places.min() <= places.max() < self.planes * self.slots:
+            raise IndexError(f"places {places.min()} to {places.max()} of a pool of {self.planes * self.slots}")
+
 
 class Store(Protocol):
     """What a transfer needs of a pool. Both calls take places [n] and heads [first, first + num) of the rank; IndexError for
@@ -101,11 +108,8 @@ class ArrayStore:
         Of all heads a unit is as many neighbouring rows as divide the request evenly, of some heads as many heads.
         """
         geometry = self._geometry
-        if not 0 <= first_head < first_head + num_heads <= geometry.heads:
-            raise IndexError(f"heads [{first_head}, {first_head + num_heads}) of a pool of {geometry.heads}")
         # `take` clips: a place beyond the pool has to be found before.
-        if len(places) and not 0 <= places.min() <= places.max() < geometry.planes * geometry.slots:
-            raise IndexError(f"places {places.min()} to {places.max()} of a pool of {geometry.planes * geometry.slots}")
+        geometry.check(places, first_head, num_heads)
         if num_heads == geometry.heads:
             rows = _granule(places, geometry.block_size)
             return self._data.reshape(-1, rows * num_heads * geometry.head_bytes), places[::rows] // rows

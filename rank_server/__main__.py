@@ -15,11 +15,13 @@ from cp_wire.identity import PROTOCOL_VERSION, new_instance
 from cp_wire.logs import configure_logging
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc, rank_pb2_grpc
 from cp_wire.serve import Server
+from kv_transfer.service import SERVICE, KvTransferServicer, add_to_server
 from model_files import ModelRefused, open_model
 from rank_server.collectives.table import backends
 from rank_server.device import check_device
 from rank_server.executor import Executor
 from rank_server.service import RankServicer
+from rank_server.transfer import Transfers
 from rank_server.worker import Worker
 
 REGISTER_TIMEOUT_S = 10.0
@@ -57,9 +59,11 @@ async def serve(args: argparse.Namespace) -> int:
     instance = new_instance()
     worker = Worker()
     executor = Executor(model_files, backends(args.host), worker.touch, args.ranks_on_host, args.device)
-    servicer = RankServicer(executor, worker, args.rank, instance)
+    transfers = Transfers(executor, model_files, instance, host_identity())
+    servicer = RankServicer(executor, worker, transfers, args.rank, instance)
     server = Server(args.host, args.port, kind="prompt")
     server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, servicer, "kvloom.v1.RankService")
+    server.add(add_to_server, KvTransferServicer(transfers), SERVICE)
     address = await server.start()
     if args.exit_with_stdin:
         process.watch_stdin_eof()
@@ -73,6 +77,7 @@ async def serve(args: argparse.Namespace) -> int:
     finally:
         # The lane goes first, so that the coordinator gives this process nothing more to do and has the seat filled again.
         servicer.end_lane()
+        await transfers.close()
         await server.stop(STOP_GRACE_S)
         executor.close_groups()
         # The worker may sit in a collective that nothing can interrupt; the process goes all the same.

@@ -17,7 +17,7 @@ from rank_server.device import POOL_SHARE, free_bytes, room_on
 from rank_server.draws import answer
 from rank_server.flows.table import Ways, check_way
 from rank_server.host_heap import give_back_free_pages
-from rank_server.kv_pool import KvPool
+from rank_server.kv_pool import KvPool, shared_if_possible
 from rank_server.link_timing import time_all_gather
 from rank_server.models.decoder import SplitGroups
 from rank_server.models.table import build_model, load_weights, resident_weights, up_projections
@@ -56,6 +56,7 @@ class Executor:
         self._workspace_bytes = workspace_bytes
         self._backend: Backend | None = None
         self._place: Place | None = None
+        self._pool_is_shared = False
         self._weights: Weights | None = None
         self._bytes_per_block = 0
         self._pool: KvPool | None = None
@@ -80,16 +81,26 @@ class Executor:
             raise PlanRefused("the rank is not configured yet")
         return self._place
 
-    def configure(self, config: common_pb2.ClusterConfig, rank: int, pool_is_settled: bool = False) -> rank_pb2.Configured:
+    def configure(
+        self,
+        config: common_pb2.ClusterConfig,
+        rank: int,
+        pool_is_settled: bool = False,
+        *,
+        first_rank: int = 0,
+        pool_is_shared: bool = False,
+    ) -> rank_pb2.Configured:
         """Loads the rank's slice of the weights and says how large a pool it can hold.
 
         pool_is_settled: the other ranks of this host have their pools, so what memory is left is for this one alone.
+        first_rank: global rank that the configuration's grid counts from. pool_is_shared: the pool is to lie where other
+        processes of this host can read it, if there is such a place.
         """
         if self._place is not None:
             raise ConfigRefused("the rank is configured already")
         if self._device not in ("auto", config.device):
             raise ConfigRefused(f"rank {rank} computes on {self._device}, the cluster on {config.device}")
-        place = Place.of(config, rank, self._files.shape)
+        place = Place.of(config, rank, self._files.shape, first_rank)
         self._backend = self._open_backend(config.collectives, place)
         with room_on(place.device, "the weights"):
             loaded = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded, place.device)
@@ -98,6 +109,7 @@ class Executor:
         self._bytes_per_block = self._files.shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
         blocks = self._room(config, place.device, 1 if pool_is_settled else self._ranks_on_host)
         self._place = place
+        self._pool_is_shared = pool_is_shared and place.device.type == "cpu"
         return rank_pb2.Configured(
             config=place.taken_over(config, self._weights.dtype, self._files.hash, config.collectives),
             max_kv_blocks=blocks,
@@ -115,17 +127,19 @@ class Executor:
         if self._pool is not None:
             raise PlanRefused("the KV pool is allocated already")
         spec = shape.kv_spec(place.grid.tp)
+        make = partial(
+            KvPool,
+            num_layers=shape.num_layers,
+            num_blocks=num_blocks,
+            block_size=place.layout.block_size,
+            num_kv_heads=spec.heads,
+            head_dim=spec.width,
+            dtype=place.kv_dtype,
+            device=place.device,
+            rows=spec.rows,
+        )
         with room_on(place.device, f"a KV pool of {num_blocks * self._bytes_per_block} bytes"):
-            pool = KvPool(
-                num_layers=shape.num_layers,
-                num_blocks=num_blocks,
-                block_size=place.layout.block_size,
-                num_kv_heads=spec.heads,
-                head_dim=spec.width,
-                dtype=place.kv_dtype,
-                device=place.device,
-                rows=spec.rows,
-            )
+            pool = shared_if_possible(make) if self._pool_is_shared else make()
         if pool.bytes_per_block != self._bytes_per_block:
             raise PoolRefused(f"a KV block takes {pool.bytes_per_block} bytes, {self._bytes_per_block} were planned")
         self._pool = pool

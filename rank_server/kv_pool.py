@@ -1,9 +1,15 @@
 """The KV cache of one rank: a pool of blocks, the same block ids in every layer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 
 import torch
 from torch import Tensor
+
+from cp_wire.logs import get_logger
+from kv_transfer.shared_memory import SharedPool
+
+log = get_logger("rank")
 
 
 class KvPool:
@@ -13,7 +19,8 @@ class KvPool:
     ids are one [tokens, heads, head_dim] tensor that attention reads through strides, without a copy. Block-major inside a
     layer, so that a block is contiguous for transfer.
 
-    Raises ValueError when a size is below 1.
+    is_shared: in memory of the host that other processes may read. Raises ValueError when a size is below 1, OSError when the
+    system has no memory that can be shared.
     """
 
     def __init__(
@@ -26,6 +33,8 @@ class KvPool:
         dtype: torch.dtype,
         device: torch.device | str,
         rows: int = 2,
+        *,
+        is_shared: bool = False,
     ) -> None:
         shape = (num_layers, rows, num_blocks, block_size, num_kv_heads, head_dim)
         if min(shape) < 1:
@@ -38,8 +47,13 @@ class KvPool:
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
+        self.shared = SharedPool(prod(shape) * dtype.itemsize) if is_shared else None
+        """Where it lies, if others may read it there."""
         # Zeros come as untouched pages from the system: memory is taken when a block is first written.
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        if self.shared is None:
+            self._data = torch.zeros(shape, dtype=dtype, device=device)
+        else:
+            self._data = torch.from_numpy(self.shared.data).view(dtype).view(shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -55,6 +69,10 @@ class KvPool:
     def bytes_per_block(self) -> int:
         """Bytes that one block id stands for: what all layers store."""
         return self._data.nbytes // self.num_blocks
+
+    def as_bytes(self) -> Tensor:
+        """The whole pool as uint8 [num_layers·rows, num_blocks, block_size, num_kv_heads, bytes of a head]; a view."""
+        return self._data.view(torch.uint8).flatten(0, 1)
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer, [num_blocks, block_size, num_kv_heads, head_dim] each; views."""
@@ -92,3 +110,12 @@ class KvPool:
     def fill_nan(self, blocks: Sequence[int]) -> None:
         """Fills the blocks with NaN in every layer: a debug aid that makes any read of stale data visible."""
         self._data[:, :, list(blocks)] = torch.nan
+
+
+def shared_if_possible(make: "Callable[..., KvPool]") -> KvPool:
+    """make(is_shared=True), or a pool of its own memory where the system has none that can be shared."""
+    try:
+        return make(is_shared=True)
+    except OSError as error:
+        log.warning("the KV pool cannot be shared with other processes of this host", why=str(error))
+        return make()

@@ -38,6 +38,9 @@ class Place:
     """What a rank works with; `taken_over` says it in the terms of the configuration it came from."""
 
     rank: int
+    """Global."""
+    first_rank: int
+    """Global rank that the grid counts from."""
     grid: Grid
     layout: Layout
     member: int
@@ -49,11 +52,13 @@ class Place:
     device: torch.device
 
     @classmethod
-    def of(cls, config: common_pb2.ClusterConfig, rank: int, shape: ModelShape) -> "Place":
+    def of(cls, config: common_pb2.ClusterConfig, rank: int, shape: ModelShape, first_rank: int = 0) -> "Place":
         """Derives the place of a global rank; raises `LayoutError` for a broken law, `ConfigRefused` for what is not here."""
         grid, layout = grid_of(config), layout_of(config)
-        if rank >= grid.world_size:
-            raise ConfigRefused(f"rank {rank} does not exist in a world of {grid.world_size} ranks")
+        on_grid = rank - first_rank
+        if not 0 <= on_grid < grid.world_size:
+            counted = f" from rank {first_rank} on" if first_rank else ""
+            raise ConfigRefused(f"rank {rank} does not exist in a world of {grid.world_size} ranks{counted}")
         for name in ("dtype", "kv_cache_dtype"):
             if getattr(config, name) not in DTYPES:
                 raise ConfigRefused(f"{name} {getattr(config, name)!r} is not one of {', '.join(DTYPES)}")
@@ -62,12 +67,13 @@ class Place:
         if config.q_replicate:
             raise ConfigRefused("replicated query projections are not supported")
         check_config(grid, layout, shape.num_heads, shape.num_kv_heads, mla=shape.mla is not None)
-        coords = grid.coords(rank)
+        coords = grid.coords(on_grid)
         return cls(
             rank=rank,
+            first_rank=first_rank,
             grid=grid,
             layout=layout,
-            member=grid.dcp_member(rank),
+            member=grid.dcp_member(on_grid),
             tp_index=coords.tp,
             pcp_index=coords.pcp,
             dtype=DTYPES[config.dtype],
@@ -76,9 +82,14 @@ class Place:
             device=claim(config.device, rank),
         )
 
+    @property
+    def index(self) -> int:
+        """The rank inside its DP index."""
+        return (self.rank - self.first_rank) % self.grid.ranks_per_dp
+
     def group_name(self, kind: str) -> str:
         """Name of the rank's group of a kind: "tp", "q", "dcp", "pcp" or "wide"."""
-        return self.grid.group_name(kind, self.rank)
+        return self.grid.group_name(kind, self.rank - self.first_rank)
 
     def taken_over(
         self, asked: common_pb2.ClusterConfig, weights_dtype: torch.dtype, model_hash: str, collectives: str

@@ -1,9 +1,10 @@
-"""The rank's gRPC face: the lane and the progress report. Never computes; hands commands to the worker."""
+"""The rank's gRPC face: the lane, the progress report, the calls about KV that moves. Never computes; hands commands to the
+worker."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
@@ -17,9 +18,13 @@ from rank_server.collectives.base import CollectiveError
 from rank_server.executor import Executor
 from rank_server.models.weights import WeightError
 from rank_server.sequences import PlanRefused
+from rank_server.transfer import Transfers
 from rank_server.worker import Worker
 
 log = get_logger("rank")
+
+Request = TypeVar("Request", rank_pb2.LeaseRequest, rank_pb2.EndLeaseRequest, rank_pb2.PullRequest, rank_pb2.EndPullRequest)
+Response = TypeVar("Response")
 
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
     (PlanRefused, "PLAN_REFUSED"),
@@ -47,9 +52,10 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
     `end_lane` is for a process that exits for another reason.
     """
 
-    def __init__(self, executor: Executor, worker: Worker, rank: int, instance: str) -> None:
+    def __init__(self, executor: Executor, worker: Worker, transfers: Transfers, rank: int, instance: str) -> None:
         self._executor = executor
         self._worker = worker
+        self._transfers = transfers
         self._rank = rank
         self._instance = instance
         self._epoch = 0
@@ -106,6 +112,37 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             load_fraction=self._executor.load_fraction,
         )
 
+    async def Lease(self, request: rank_pb2.LeaseRequest, context: grpc.aio.ServicerContext) -> rank_pb2.LeaseResponse:
+        """See `Transfers.lease`."""
+        return await self._beside(self._transfers.lease, request, context)
+
+    async def EndLease(self, request: rank_pb2.EndLeaseRequest, context: grpc.aio.ServicerContext) -> rank_pb2.EndLeaseResponse:
+        """See `Transfers.end_lease`."""
+        return await self._beside(self._transfers.end_lease, request, context)
+
+    async def Pull(self, request: rank_pb2.PullRequest, context: grpc.aio.ServicerContext) -> rank_pb2.PullResponse:
+        """See `Transfers.pull`."""
+        return await self._beside(self._transfers.pull, request, context)
+
+    async def EndPull(self, request: rank_pb2.EndPullRequest, context: grpc.aio.ServicerContext) -> rank_pb2.EndPullResponse:
+        """See `Transfers.end_pull`."""
+        return await self._beside(self._transfers.end_pull, request, context)
+
+    async def _beside(
+        self, call: Callable[[Request], Awaitable[Response]], request: Request, context: grpc.aio.ServicerContext
+    ) -> Response:
+        """The answer to a call that runs beside the lane, if it means this process and its present epoch."""
+        try:
+            if request.instance != self._instance:
+                raise errors.Stale(f"the call is for instance {request.instance!r}, this is {self._instance!r}")
+            if request.epoch != self._epoch:
+                raise errors.Stale(f"the call is of epoch {request.epoch}, rank {self._rank} is at epoch {self._epoch}")
+            return await call(request)
+        except Exception as error:
+            if not isinstance(error, errors.KvloomError):
+                log.error("call failed", exc=error, session=request.session)
+            await errors.abort(context, error)
+
     async def _answer(self, request: rank_pb2.ExecuteRequest) -> rank_pb2.ExecuteResponse:
         kind = request.WhichOneof("command")
         response = rank_pb2.ExecuteResponse(sequence=request.sequence, instance=self._instance, epoch=request.epoch)
@@ -115,6 +152,10 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             return response
         self._epoch = request.epoch
         try:
+            if kind == "reset":
+                await self._transfers.reset()
+            elif kind == "step":
+                self._transfers.stamp(request.step)
             field, result, response.worker_us = await self._run(request.sequence, *self._command(request, kind))
             getattr(response, field).CopyFrom(result)
         except Exception as error:
@@ -139,7 +180,13 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         match kind:
             case "configure":
                 configure = request.configure
-                return "configured", lambda: executor.configure(configure.config, configure.rank, configure.pool_is_settled)
+                return "configured", lambda: executor.configure(
+                    configure.config,
+                    configure.rank,
+                    configure.pool_is_settled,
+                    first_rank=configure.first_rank,
+                    pool_is_shared=configure.pool_is_shared,
+                )
             case "allocate_pool":
                 return "pool_allocated", lambda: executor.allocate_pool(request.allocate_pool.num_blocks)
             case "prepare_group":

@@ -172,20 +172,39 @@ def commit(plan: rank_pb2.StepPlan, sequences: SequenceTable) -> None:
             sequence.decoded_by_owner = True
 
 
+def fresh_blocks(plan: rank_pb2.StepPlan, layout: Layout, member: int) -> list[int]:
+    """Blocks of this rank that have a new owner with the plan; those of prefix hits are handed around unchanged."""
+    cached = {
+        admitted.handle: layout.blocks_needed(layout.shard_on(member, admitted.shard_offset), admitted.num_cached_tokens)
+        for admitted in plan.admitted
+    }
+    return [
+        block
+        for row in plan.rows
+        if row.new_block_counts
+        for block in _new_blocks(row, layout.num_shards, member)[cached.get(row.handle, 0) :]
+    ]
+
+
 def _append_new_blocks(row: rank_pb2.StepRow, sequence: Sequence, members: int, member: int) -> None:
-    counts = row.new_block_counts
-    if not counts:
+    if not row.new_block_counts:
         if row.new_block_ids:
             raise PlanRefused(f"request {row.handle}: {len(row.new_block_ids)} new blocks without counts")
         return
+    mine = _new_blocks(row, members, member)
+    if mine:
+        sequence.append_blocks(mine)
+
+
+def _new_blocks(row: rank_pb2.StepRow, members: int, member: int) -> list[int]:
+    """The member's part of a row's new blocks, which have counts."""
+    counts = row.new_block_counts
     if len(counts) != members or sum(counts) != len(row.new_block_ids):
         raise PlanRefused(
             f"request {row.handle}: {list(counts)} do not match {members} members and {len(row.new_block_ids)} new blocks"
         )
     first = sum(counts[:member])
-    mine = list(row.new_block_ids[first : first + counts[member]])
-    if mine:
-        sequence.append_blocks(mine)
+    return list(row.new_block_ids[first : first + counts[member]])
 
 
 def _check_scores(row: rank_pb2.StepRow) -> None:

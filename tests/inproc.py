@@ -51,6 +51,8 @@ class Shape:
     always_owner: bool = False
     """Steps of a few decode rows are dealt out too."""
     workspace_bytes: int = WORKSPACE_BYTES
+    pool_is_shared: bool = False
+    """Pools lie where other processes of this host can read them."""
 
     def config(self) -> common_pb2.ClusterConfig:
         return common_pb2.ClusterConfig(
@@ -179,7 +181,7 @@ class InprocCluster:
         if self.shape.always_owner and plan.rows:
             self._force_owner(plan)
         self.plans.append(plan)
-        results = self.everywhere(lambda executor: executor.step(plan))
+        results = self.execute(plan)
         self.steps.append(step)
         self.results.append(results)
         drawn = [token for result in results for token in result.sampled]
@@ -196,6 +198,10 @@ class InprocCluster:
                 self.generations[item.handle].token_ids.append(item.new_token)
                 self.generations[item.handle].logprobs += [logprobs[item.handle]] if item.handle in logprobs else []
         return progress
+
+    def execute(self, plan: rank_pb2.StepPlan) -> list[rank_pb2.StepResult]:
+        """Has every rank run the plan."""
+        return self.everywhere(lambda executor: executor.step(plan))
 
     def _force_owner(self, plan: rank_pb2.StepPlan) -> None:
         """Has the step's rows dealt out, few as they may be."""
@@ -223,7 +229,11 @@ class InprocCluster:
         config = self.shape.config()
         ranks = range(self.grid.world_size)
         futures = [
-            self.workers[rank].submit(0, lambda rank=rank: self.executors[rank].configure(config, rank)) for rank in ranks
+            self.workers[rank].submit(
+                0,
+                lambda rank=rank: self.executors[rank].configure(config, rank, pool_is_shared=self.shape.pool_is_shared),
+            )
+            for rank in ranks
         ]
         for future in futures:
             assert future.result(STEP_DEADLINE_S)[0].max_kv_blocks == self.shape.blocks

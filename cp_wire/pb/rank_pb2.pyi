@@ -244,7 +244,7 @@ global___PoolAllocated = PoolAllocated
 
 @typing.final
 class PrepareGroup(google.protobuf.message.Message):
-    """Sent to the member with index 0 of a group, before anybody opens it."""
+    """Sent to the member with index 0 of a group, before anybody opens it. Names count inside the configuration's grid."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 

@@ -114,7 +114,7 @@ class RankServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def EndPull(self, request, context):
-        """Ends a session on a target rank. Once it is answered nothing is written any more, and no late call of the session begins.
+        """Ends a session on a target rank, also one that has pulled all it needs. Once it is answered nothing is written any more, and no late call of the session begins.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -14,10 +14,12 @@ from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2
 from model_files import open_model
 from rank_server import executor as executor_module
+from rank_server.collectives.local import LocalHub
 from rank_server.kv_pool import KvPool
 from rank_server.place import DTYPES, NOT_OURS
 from rank_server.sequences import PlanRefused
-from tests.rank_server.ranks import BLOCKS, B, Rank, config, plan, row, serving
+from tests.rank_server.ranks import BLOCKS, B, Rank, config, open_all, plan, row, serving
+from tests.rank_server.threads import run_ranks
 
 
 def full_config(files, **changes):
@@ -113,6 +115,34 @@ def test_configured_twice_is_refused(files):
     rank.configure(config(), 0)
     with pytest.raises(ConfigRefused, match="configured already"):
         rank.configure(config(), 0)
+
+
+def test_a_grid_that_begins_with_a_later_rank(files):
+    """Global ranks 2 and 3 of a set of their own: groups are named inside the grid, members are global ranks."""
+    ranks, hub = {}, LocalHub()
+    for rank in (2, 3):
+        ranks[rank] = Rank(files, hub).executor
+        ranks[rank].configure(config(tp=2), rank, first_rank=2)
+        ranks[rank].allocate_pool(BLOCKS)
+    assert [(each.place.index, each.place.tp_index, each.place.group_name("tp")) for each in ranks.values()] == [
+        (0, 0, "tp:0"),
+        (1, 1, "tp:0"),
+    ]
+    open_all(ranks, {"tp:0": [2, 3]})
+    step = plan(row(1, 0, [5, 6, 7], [3]), admitted=[1])
+    results = run_ranks(2, lambda i: ranks[2 + i].step(step))
+    assert [len(result.sampled) for result in results] == [1, 0]
+    for rank in (1, 4):
+        with pytest.raises(ConfigRefused, match=f"rank {rank} does not exist in a world of 2 ranks from rank 2 on"):
+            Rank(files).executor.configure(config(tp=2), rank, first_rank=2)
+
+
+def test_a_pool_lies_where_others_read_it_if_they_will(files):
+    for wanted in (False, True):
+        executor = Rank(files).executor
+        executor.configure(config(), 0, pool_is_shared=wanted)
+        executor.allocate_pool(BLOCKS)
+        assert (executor.pool.shared is not None) == wanted
 
 
 def test_a7_a_restarted_rank_may_have_all_memory_that_is_left(files, monkeypatch):

@@ -16,6 +16,7 @@ from rank_server.collectives.base import CollectiveError
 from rank_server.models.weights import WeightError
 from rank_server.sequences import PlanRefused
 from rank_server.service import RankServicer, command_error
+from rank_server.transfer import Transfers
 from rank_server.worker import Worker
 
 DEADLINE_S = 10.0
@@ -35,8 +36,8 @@ class RecordingExecutor:
         self.plans.append("reset")
         return rank_pb2.ResetDone()
 
-    def configure(self, config, rank, pool_is_settled):
-        self.configured.append((config.block_size, rank, pool_is_settled))
+    def configure(self, config, rank, pool_is_settled, *, first_rank, pool_is_shared):
+        self.configured.append((config.block_size, rank, pool_is_settled, first_rank, pool_is_shared))
         return rank_pb2.Configured(config=config)
 
     def allocate_pool(self, num_blocks):
@@ -75,7 +76,8 @@ class Lane:
 async def rank():
     executor, worker = RecordingExecutor(), Worker()
     worker.start()
-    servicer = RankServicer(executor, worker, rank=3, instance="me")
+    transfers = Transfers(executor, None, "me", "")
+    servicer = RankServicer(executor, worker, transfers, rank=3, instance="me")
     server = Server("127.0.0.1", 0)
     server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, servicer, "kvloom.v1.RankService")
     address = await server.start()
@@ -136,13 +138,13 @@ async def test_h18_a_failed_command_is_an_answer_and_the_lane_lives(rank, error,
     assert (await lane.send(step=rank_pb2.StepPlan(ticket=2))).step.ticket == 2
 
 
-async def test_a_rank_hears_whether_its_pool_is_settled(rank):
+async def test_a_rank_hears_what_its_pool_is_for_and_where_its_grid_begins(rank):
     stub, _, executor = rank
     lane = Lane(stub)
-    for settled in (True, False):
-        config = common_pb2.ClusterConfig(block_size=8)
-        await lane.send(configure=rank_pb2.Configure(config=config, rank=3, pool_is_settled=settled))
-    assert executor.configured == [(8, 3, True), (8, 3, False)]
+    config = common_pb2.ClusterConfig(block_size=8)
+    for fields in ({"pool_is_settled": True}, {"first_rank": 2}, {"pool_is_shared": True}):
+        await lane.send(configure=rank_pb2.Configure(config=config, rank=3, **fields))
+    assert executor.configured == [(8, 3, True, 0, False), (8, 3, False, 2, False), (8, 3, False, 0, True)]
 
 
 @pytest.mark.parametrize(

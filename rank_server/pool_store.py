@@ -1,0 +1,102 @@
+"""The KV pool as what a transfer reads and writes: its bytes, wherever they lie."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kv_transfer.shared_memory import SharedPool
+from kv_transfer.store import ArrayStore, Bytes, Geometry, Int64s, Store
+from rank_server.kv_pool import KvPool
+
+
+class PoolStore(Store, Protocol):
+    """A store whose pool the worker thread computes on."""
+
+    def fence(self) -> None:
+        """What the worker has launched until now comes before all later reads and writes."""
+        ...
+
+
+class HostStore(ArrayStore):
+    """A pool in host memory: reads and writes go straight to it."""
+
+    def __init__(self, pool: KvPool) -> None:
+        super().__init__(pool.as_bytes().numpy(), pool.shared)
+
+    def fence(self) -> None:
+        """On the host, what a step was to write is written before its answer is seen."""
+
+
+class DeviceStore:
+    """A pool in the memory of a device: rows are gathered there and cross over in one piece, through pinned memory.
+
+    Belongs to one thread. On CUDA everything runs on a stream of its own, beside the worker's.
+    """
+
+    def __init__(self, pool: KvPool) -> None:
+        data = pool.as_bytes()
+        self._geometry = Geometry(*data.shape)
+        self._rows = data.flatten(0, 2)
+        self._stream = torch.cuda.Stream(data.device) if data.is_cuda else None
+        self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
+
+    @property
+    def geometry(self) -> Geometry:
+        """Sizes of the pool."""
+        return self._geometry
+
+    @property
+    def shared(self) -> SharedPool | None:
+        """No other process reads a device's memory."""
+        return None
+
+    def fence(self) -> None:
+        """A rank may have answered a step whose kernels still run."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.default_stream(self._rows.device))
+
+    def read(self, places: Int64s, first_head: int, num_heads: int, out: Bytes) -> None:
+        """See `Store.read`."""
+        with self._own_stream():
+            rows = self._rows[self._index(places, first_head, num_heads), first_head : first_head + num_heads]
+            staged = self._staging(rows.numel())
+            staged.copy_(rows.flatten())
+        out[:] = staged.numpy().reshape(out.shape)
+
+    def write(self, places: Int64s, first_head: int, num_heads: int, rows: Bytes) -> None:
+        """See `Store.write`."""
+        index = self._index(places, first_head, num_heads)
+        staged = self._staging(rows.size)
+        staged.numpy()[:] = rows.reshape(-1)
+        with self._own_stream():
+            moved = staged.to(self._rows.device).view(len(places), num_heads, self._geometry.head_bytes)
+            self._rows[index, first_head : first_head + num_heads] = moved
+
+    def _index(self, places: Int64s, first_head: int, num_heads: int) -> Tensor:
+        # A kernel that is given a wrong index takes the whole device context with it.
+        self._geometry.check(places, first_head, num_heads)
+        return torch.from_numpy(places).to(self._rows.device)
+
+    def _staging(self, size: int) -> Tensor:
+        """[size] host memory that is overwritten by the next call's."""
+        if len(self._pinned) < size:
+            self._pinned = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=self._stream is not None)
+        return self._pinned[:size]
+
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """What is launched inside is done afterwards."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+
+def store_of(pool: KvPool) -> PoolStore:
+    """The store of a pool."""
+    return HostStore(pool) if pool.device.type == "cpu" else DeviceStore(pool)

@@ -1,0 +1,89 @@
+"""The pool's bytes for transfers, in host memory and, through staged copies, on a device."""
+
+import numpy as np
+import pytest
+import torch
+
+from kv_transfer.shared_memory import SharedPool, open_pool
+from rank_server import kv_pool
+from rank_server.kv_pool import KvPool, shared_if_possible
+from rank_server.pool_store import DeviceStore, HostStore, store_of
+
+SIZES = {"num_layers": 2, "num_blocks": 3, "block_size": 4, "num_kv_heads": 4, "head_dim": 5, "device": "cpu"}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def filled(dtype: torch.dtype = torch.bfloat16, device: str = "cpu", **changes: object) -> KvPool:
+    pool = KvPool(**SIZES | {"dtype": dtype, "device": device} | changes)  # type: ignore[arg-type]
+    pool._data.copy_(torch.randn(pool._data.shape, generator=torch.Generator().manual_seed(1)))
+    return pool
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_place_is_a_row_of_a_plane(dtype: torch.dtype, rows: int) -> None:
+    """Plane after plane: K of layer 0, V of layer 0, K of layer 1, …; of latents, one per layer."""
+    pool = filled(dtype, rows=rows)
+    store = store_of(pool)
+    assert isinstance(store, HostStore)
+    assert store.geometry.shape == (2 * rows, 3, 4, 4, 5 * dtype.itemsize)
+    out = np.empty((1, 2 * 5 * dtype.itemsize), np.uint8)
+    for layer in range(2):
+        for row in range(rows):
+            store.read(np.array([(layer * rows + row) * 12 + 7]), 1, 2, out)
+            wanted = pool._data[layer, row, 1, 3, 1:3].contiguous().view(torch.uint8).numpy()
+            np.testing.assert_array_equal(out, wanted.reshape(1, -1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("first", "num"), [(0, 4), (1, 2), (2, 1), (3, 1)])
+def test_staged_copies_are_the_same_as_the_host_s(device: str, first: int, num: int) -> None:
+    host, other = filled(), filled(device=device)
+    staged, straight = DeviceStore(other), HostStore(host)
+    assert staged.geometry == straight.geometry and staged.shared is None
+    chooser = np.random.default_rng(3)
+    for count in (1, 48, 17):
+        places = chooser.permutation(48)[:count]
+        read = [np.empty((count, num * 10), np.uint8) for _ in range(2)]
+        for store, out in zip((staged, straight), read, strict=True):
+            store.fence()
+            store.read(places, first, num, out)
+        np.testing.assert_array_equal(*read)
+        rows = chooser.integers(0, 256, read[0].shape, np.uint8)
+        rows.flags.writeable = False  # as a message's payload is
+        for store in (staged, straight):
+            store.write(places, first, num, rows)
+        assert torch.equal(other.as_bytes().cpu(), host.as_bytes())
+
+
+@pytest.mark.parametrize(("place", "first", "num"), [(48, 0, 1), (-1, 0, 1), (0, 4, 1), (0, 3, 2), (0, -1, 1), (0, 0, 0)])
+def test_what_the_pool_does_not_have_is_refused(place: int, first: int, num: int) -> None:
+    pool = filled()
+    before = pool.as_bytes().clone()
+    for store in (DeviceStore(pool), HostStore(pool)):
+        rows = np.zeros((1, max(num, 0) * 10), np.uint8)
+        with pytest.raises(IndexError):
+            store.read(np.array([place]), first, num, rows)
+        with pytest.raises(IndexError):
+            store.write(np.array([place]), first, num, rows)
+    assert torch.equal(pool.as_bytes(), before)
+
+
+def test_a_shared_pool_is_read_where_it_lies() -> None:
+    pool = KvPool(**SIZES, dtype=torch.bfloat16, is_shared=True)  # type: ignore[arg-type]
+    assert not pool._data.any()
+    pool.write(1, torch.randn(1, 4, 5), torch.randn(1, 4, 5), torch.tensor([11]))
+    shared = store_of(pool).shared
+    assert shared is not None
+    seen = open_pool(shared.message(), pool._data.nbytes)
+    np.testing.assert_array_equal(seen, pool.as_bytes().flatten().numpy())
+    shared.close()
+
+
+def test_where_memory_cannot_be_shared_the_pool_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(size: int) -> SharedPool:
+        raise OSError("no such memory")
+
+    monkeypatch.setattr(kv_pool, "SharedPool", none)
+    pool = shared_if_possible(lambda is_shared=False: filled(is_shared=is_shared))
+    assert pool.shared is None and store_of(pool).shared is None
