@@ -10,6 +10,7 @@ from cp_layout.reorg import WORKSPACE_BYTES
 from cp_wire.errors import ConfigRefused
 from cp_wire.host_memory import PoolRefused, available_bytes, max_kv_blocks
 from cp_wire.pb import common_pb2, rank_pb2
+from kv_transfer.shared_memory import SharedPool
 from model_files import ModelFiles
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
@@ -17,12 +18,13 @@ from rank_server.device import POOL_SHARE, free_bytes, room_on
 from rank_server.draws import answer
 from rank_server.flows.table import Ways, check_way
 from rank_server.host_heap import give_back_free_pages
-from rank_server.kv_pool import KvPool, shared_if_possible
+from rank_server.kv_pool import KvPool
 from rank_server.link_timing import time_all_gather
 from rank_server.models.decoder import SplitGroups
 from rank_server.models.table import build_model, load_weights, resident_weights, up_projections
 from rank_server.penalties import TokenHistory
 from rank_server.place import Place
+from rank_server.pool_store import memory_to_share
 from rank_server.sequences import PlanRefused, SequenceTable
 from rank_server.step_batch import build, commit, hold, keep_history, no_history, take_in
 
@@ -64,6 +66,8 @@ class Executor:
         self._model: Model | None = None
         self._ways: Ways | None = None
         self._sequences = SequenceTable()
+        self.shared_memory: SharedPool | None = None
+        """Where the pool lies, if other processes of this host may read it there."""
         self.load_fraction = 0.0
         """How much of its weights the rank has in memory, 0 … 1; may be read from any thread."""
 
@@ -127,22 +131,23 @@ class Executor:
         if self._pool is not None:
             raise PlanRefused("the KV pool is allocated already")
         spec = shape.kv_spec(place.grid.tp)
-        make = partial(
-            KvPool,
-            num_layers=shape.num_layers,
-            num_blocks=num_blocks,
-            block_size=place.layout.block_size,
-            num_kv_heads=spec.heads,
-            head_dim=spec.width,
-            dtype=place.kv_dtype,
-            device=place.device,
-            rows=spec.rows,
-        )
+        shared = memory_to_share(num_blocks * self._bytes_per_block) if self._pool_is_shared else None
         with room_on(place.device, f"a KV pool of {num_blocks * self._bytes_per_block} bytes"):
-            pool = shared_if_possible(make) if self._pool_is_shared else make()
+            pool = KvPool(
+                num_layers=shape.num_layers,
+                num_blocks=num_blocks,
+                block_size=place.layout.block_size,
+                num_kv_heads=spec.heads,
+                head_dim=spec.width,
+                dtype=place.kv_dtype,
+                device=place.device,
+                rows=spec.rows,
+                memory=None if shared is None else torch.from_numpy(shared.data),
+            )
         if pool.bytes_per_block != self._bytes_per_block:
             raise PoolRefused(f"a KV block takes {pool.bytes_per_block} bytes, {self._bytes_per_block} were planned")
         self._pool = pool
+        self.shared_memory = shared
         return rank_pb2.PoolAllocated(num_blocks=num_blocks, bytes=num_blocks * pool.bytes_per_block)
 
     def prepare_group(self, name: str, ranks: Sequence[int]) -> rank_pb2.GroupPrepared:

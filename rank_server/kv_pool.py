@@ -1,15 +1,10 @@
 """The KV cache of one rank: a pool of blocks, the same block ids in every layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import torch
 from torch import Tensor
-
-from cp_wire.logs import get_logger
-from kv_transfer.shared_memory import SharedPool
-
-log = get_logger("rank")
 
 
 class KvPool:
@@ -19,8 +14,8 @@ class KvPool:
     ids are one [tokens, heads, head_dim] tensor that attention reads through strides, without a copy. Block-major inside a
     layer, so that a block is contiguous for transfer.
 
-    is_shared: in memory of the host that other processes may read. Raises ValueError when a size is below 1, OSError when the
-    system has no memory that can be shared.
+    memory: uint8 zeros, as many as the pool has bytes, that it is to lie in. Raises ValueError when a size is below 1 or the
+    memory is not of this size.
     """
 
     def __init__(
@@ -34,7 +29,7 @@ class KvPool:
         device: torch.device | str,
         rows: int = 2,
         *,
-        is_shared: bool = False,
+        memory: Tensor | None = None,
     ) -> None:
         shape = (num_layers, rows, num_blocks, block_size, num_kv_heads, head_dim)
         if min(shape) < 1:
@@ -47,13 +42,12 @@ class KvPool:
         self.block_size = block_size
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.shared = SharedPool(prod(shape) * dtype.itemsize) if is_shared else None
-        """Where it lies, if others may read it there."""
         # Zeros come as untouched pages from the system: memory is taken when a block is first written.
-        if self.shared is None:
-            self._data = torch.zeros(shape, dtype=dtype, device=device)
-        else:
-            self._data = torch.from_numpy(self.shared.data).view(dtype).view(shape)
+        if memory is None:
+            memory = torch.zeros(prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+        elif len(memory) != prod(shape) * dtype.itemsize:
+            raise ValueError(f"memory of {len(memory)} bytes for a KV pool of {prod(shape) * dtype.itemsize}")
+        self._data = memory.view(dtype).view(shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,12 +104,3 @@ class KvPool:
     def fill_nan(self, blocks: Sequence[int]) -> None:
         """Fills the blocks with NaN in every layer: a debug aid that makes any read of stale data visible."""
         self._data[:, :, list(blocks)] = torch.nan
-
-
-def shared_if_possible(make: "Callable[..., KvPool]") -> KvPool:
-    """make(is_shared=True), or a pool of its own memory where the system has none that can be shared."""
-    try:
-        return make(is_shared=True)
-    except OSError as error:
-        log.warning("the KV pool cannot be shared with other processes of this host", why=str(error))
-        return make()

@@ -7,9 +7,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from cp_wire.logs import get_logger
 from kv_transfer.shared_memory import SharedPool
 from kv_transfer.store import ArrayStore, Bytes, Geometry, Int64s, Store
 from rank_server.kv_pool import KvPool
+
+log = get_logger("transfer")
 
 
 class PoolStore(Store, Protocol):
@@ -23,8 +26,8 @@ class PoolStore(Store, Protocol):
 class HostStore(ArrayStore):
     """A pool in host memory: reads and writes go straight to it."""
 
-    def __init__(self, pool: KvPool) -> None:
-        super().__init__(pool.as_bytes().numpy(), pool.shared)
+    def __init__(self, pool: KvPool, shared: SharedPool | None = None) -> None:
+        super().__init__(pool.as_bytes().numpy(), shared)
 
     def fence(self) -> None:
         """On the host, what a step was to write is written before its answer is seen."""
@@ -97,6 +100,15 @@ class DeviceStore:
         self._stream.synchronize()
 
 
-def store_of(pool: KvPool) -> PoolStore:
-    """The store of a pool."""
-    return HostStore(pool) if pool.device.type == "cpu" else DeviceStore(pool)
+def store_of(pool: KvPool, shared: SharedPool | None = None) -> PoolStore:
+    """The store of a pool; shared: the memory it lies in, if others may read it there."""
+    return HostStore(pool, shared) if pool.device.type == "cpu" else DeviceStore(pool)
+
+
+def memory_to_share(size: int) -> SharedPool | None:
+    """Memory for a pool of so many bytes that other processes of this host may read; None where the system has none."""
+    try:
+        return SharedPool(size)
+    except OSError as error:
+        log.warning("the KV pool cannot be shared with other processes of this host", why=str(error))
+        return None

@@ -187,7 +187,7 @@ class Transfers:
         place, pool, shape = self._executor.place, self._executor.pool, self._files.shape
         grid = type(place.grid)(place.grid.tp, place.grid.pcp, place.grid.dcp)
         side = Side(grid, place.layout, None if shape.mla is not None else shape.num_kv_heads)
-        store = store_of(pool)
+        store = store_of(pool, self._executor.shared_memory)
         stands = facts.Place(side, place.index, self._instance, self._host)
         told = facts.facts_of(stands, store.geometry, self._files.hash, str(pool.dtype).removeprefix("torch."))
         generations = Generations(pool.num_blocks)

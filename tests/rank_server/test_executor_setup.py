@@ -142,7 +142,7 @@ def test_a_pool_lies_where_others_read_it_if_they_will(files):
         executor = Rank(files).executor
         executor.configure(config(), 0, pool_is_shared=wanted)
         executor.allocate_pool(BLOCKS)
-        assert (executor.pool.shared is not None) == wanted
+        assert (executor.shared_memory is not None) == wanted
 
 
 def test_a7_a_restarted_rank_may_have_all_memory_that_is_left(files, monkeypatch):

@@ -5,9 +5,9 @@ import pytest
 import torch
 
 from kv_transfer.shared_memory import SharedPool, open_pool
-from rank_server import kv_pool
-from rank_server.kv_pool import KvPool, shared_if_possible
-from rank_server.pool_store import DeviceStore, HostStore, store_of
+from rank_server import pool_store
+from rank_server.kv_pool import KvPool
+from rank_server.pool_store import DeviceStore, HostStore, memory_to_share, store_of
 
 SIZES = {"num_layers": 2, "num_blocks": 3, "block_size": 4, "num_kv_heads": 4, "head_dim": 5, "device": "cpu"}
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -70,20 +70,23 @@ def test_what_the_pool_does_not_have_is_refused(place: int, first: int, num: int
 
 
 def test_a_shared_pool_is_read_where_it_lies() -> None:
-    pool = KvPool(**SIZES, dtype=torch.bfloat16, is_shared=True)  # type: ignore[arg-type]
+    size = filled().as_bytes().numel()
+    shared = memory_to_share(size)
+    assert shared is not None
+    pool = KvPool(**SIZES, dtype=torch.bfloat16, memory=torch.from_numpy(shared.data))  # type: ignore[arg-type]
     assert not pool._data.any()
     pool.write(1, torch.randn(1, 4, 5), torch.randn(1, 4, 5), torch.tensor([11]))
-    shared = store_of(pool).shared
-    assert shared is not None
-    seen = open_pool(shared.message(), pool._data.nbytes)
-    np.testing.assert_array_equal(seen, pool.as_bytes().flatten().numpy())
+    store = store_of(pool, shared)
+    assert store.shared is shared
+    np.testing.assert_array_equal(open_pool(shared.message(), size), pool.as_bytes().flatten().numpy())
     shared.close()
+    with pytest.raises(ValueError, match=f"memory of {size - 1} bytes for a KV pool of {size}"):
+        filled(memory=torch.zeros(size - 1, dtype=torch.uint8))
 
 
-def test_where_memory_cannot_be_shared_the_pool_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_system_without_such_memory_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(size: int) -> SharedPool:
         raise OSError("no such memory")
 
-    monkeypatch.setattr(kv_pool, "SharedPool", none)
-    pool = shared_if_possible(lambda is_shared=False: filled(is_shared=is_shared))
-    assert pool.shared is None and store_of(pool).shared is None
+    monkeypatch.setattr(pool_store, "SharedPool", none)
+    assert memory_to_share(100) is None
