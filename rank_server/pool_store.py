@@ -43,7 +43,7 @@ class DeviceStore:
         data = pool.as_bytes()
         self._geometry = Geometry(*data.shape)
         self._rows = data.flatten(0, 2)
-        self._stream = torch.cuda.Stream(data.device) if data.is_cuda else None
+        self._stream = torch.cuda.Stream(device=data.device) if data.is_cuda else None
         self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     @property

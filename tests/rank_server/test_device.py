@@ -26,8 +26,9 @@ from tests.rank_server.ranks import B, Rank, config, plan, row
 META = torch.device("meta")
 PACKAGE = Path(device_module.__file__).parent
 MADE_FROM_NOTHING = {"tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "eye", "linspace", "as_tensor"}
-HOST = {"sequences.py", "step_batch.py", "models/rotary.py", "collectives/local.py", "attention/paged_rows.py"}
-"""Files that put something into host memory on purpose: block tables, token ids, frequencies, stand-ins of a barrier."""
+HOST = {"sequences.py", "step_batch.py", "pool_store.py", "models/rotary.py", "collectives/local.py", "attention/paged_rows.py"}
+"""Files that put something into host memory on purpose: block tables, token ids, frequencies, what a barrier stands on, copies
+on their way to a device."""
 
 
 def calls_of(path):

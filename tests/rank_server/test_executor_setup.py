@@ -118,23 +118,23 @@ def test_configured_twice_is_refused(files):
 
 
 def test_a_grid_that_begins_with_a_later_rank(files):
-    """Global ranks 2 and 3 of a set of their own: groups are named inside the grid, members are global ranks."""
+    """Global ranks 3 and 4 of a set of their own: groups are named inside the grid, members are global ranks."""
     ranks, hub = {}, LocalHub()
-    for rank in (2, 3):
+    for rank in (3, 4):
         ranks[rank] = Rank(files, hub).executor
-        ranks[rank].configure(config(tp=2), rank, first_rank=2)
+        ranks[rank].configure(config(tp=2), rank, first_rank=3)
         ranks[rank].allocate_pool(BLOCKS)
     assert [(each.place.index, each.place.tp_index, each.place.group_name("tp")) for each in ranks.values()] == [
         (0, 0, "tp:0"),
         (1, 1, "tp:0"),
     ]
-    open_all(ranks, {"tp:0": [2, 3]})
+    open_all(ranks, {"tp:0": [3, 4]})
     step = plan(row(1, 0, [5, 6, 7], [3]), admitted=[1])
-    results = run_ranks(2, lambda i: ranks[2 + i].step(step))
+    results = run_ranks(2, lambda i: ranks[3 + i].step(step))
     assert [len(result.sampled) for result in results] == [1, 0]
-    for rank in (1, 4):
-        with pytest.raises(ConfigRefused, match=f"rank {rank} does not exist in a world of 2 ranks from rank 2 on"):
-            Rank(files).executor.configure(config(tp=2), rank, first_rank=2)
+    for rank in (2, 5):
+        with pytest.raises(ConfigRefused, match=f"rank {rank} does not exist in a world of 2 ranks from rank 3 on"):
+            Rank(files).executor.configure(config(tp=2), rank, first_rank=3)
 
 
 def test_a_pool_lies_where_others_read_it_if_they_will(files):

@@ -74,7 +74,7 @@ async def test_a_newer_attempt_waits_until_the_older_one_has_stopped():
         await replaced
     for attempt in (1, 2):
         with pytest.raises(Stale, match="comes after attempt 2"):
-            await pulls.run(1, attempt, Work())
+            await asyncio.wait_for(pulls.run(1, attempt, Work()), DEADLINE_S)
     new.go.set()
     assert (await call).messages == 3
 
@@ -104,7 +104,7 @@ async def test_end_waits_and_is_final():
         await call
     await pulls.end(1)
     with pytest.raises(Stale, match="transfer 1 is over"):
-        await pulls.run(1, 2, Work())
+        await asyncio.wait_for(pulls.run(1, 2, Work()), DEADLINE_S)
     assert pulls.sessions == 0
 
 
@@ -112,7 +112,7 @@ async def test_an_end_that_comes_first_is_final_too():
     pulls = Pulls()
     await pulls.end(4)
     with pytest.raises(Stale, match="transfer 4 is over"):
-        await pulls.run(4, 1, Work())
+        await asyncio.wait_for(pulls.run(4, 1, Work()), DEADLINE_S)
 
 
 async def test_a_cancelled_call_is_done_when_its_pull_is():
@@ -133,4 +133,4 @@ async def test_ended_sessions_are_forgotten_in_the_end(monkeypatch):
     work.go.set()
     await call
     with pytest.raises(Stale):
-        await pulls.run(2, 1, Work())
+        await asyncio.wait_for(pulls.run(2, 1, Work()), DEADLINE_S)

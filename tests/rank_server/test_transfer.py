@@ -216,6 +216,7 @@ async def test_a_slow_pull_ends_at_its_bound(tiny):
     async with leased(tiny, servicer=Gated) as (running, moved, _):
         (answer,) = await running.pull(moved, timeout_ms=300)
         assert (answer.failure.reason, answer.failure.transient) == ("DEADLINE_EXCEEDED", True)
+        assert "not done after 0.3 s" in answer.failure.message
         running.source.servicers[0].go.set()
 
 
