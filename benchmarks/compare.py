@@ -57,9 +57,7 @@ def of_rank(path: Path, max_tokens: int, chunk: int) -> Generate:
     return generate
 
 
-def measure(
-    sides: dict[str, Generate], context: int, new_tokens: int, runs: int, words: Sequence[int] = WORDS
-) -> dict[str, Any]:
+def measure(sides: dict[str, Generate], context: int, new_tokens: int, runs: int, words: Sequence[int]) -> dict[str, Any]:
     """TTFT and TPOT in ms per side: medians over the runs of each run's own value, and the ratio kvloom ÷ transformers."""
     prompt = prompt_of(context, words)
     first: dict[str, list[float]] = {name: [] for name in sides}
@@ -94,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     sides = {"transformers": of_transformers(path), "kvloom": of_rank(path, longest, args.chunk)}
     for generate in sides.values():
         generate(prompt_of(64, WORDS), 4)
-    rows = [measure(sides, context, args.new_tokens, args.runs) for context in args.contexts]
+    rows = [measure(sides, context, args.new_tokens, args.runs, WORDS) for context in args.contexts]
     document = {
         "benchmark": "compare",
         "machine": machine(),
