@@ -22,7 +22,7 @@ from benchmarks.harness import machine, parser, report, spread
 from cp_client.guard import guarded
 from cp_wire.flags import integer
 from rank_server.attention.batch import AttentionBatch, AttentionRow
-from rank_server.attention.partial import paged_partial
+from rank_server.attention.cpu import CpuKernels
 from rank_server.kv_pool import KvPool
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, LAYERS = 9, 3, 64, 16, 30
@@ -99,9 +99,10 @@ class Workload:
 
     def ways(self) -> dict[str, Callable[[int], object]]:
         """Name → call of one layer."""
+        kernels = CpuKernels()
         found: dict[str, Callable[[int], object]] = {
-            "kvloom": lambda layer: paged_partial(self._q, *self._pool.cache(layer), self._consecutive, SCALE),
-            "kvloom, scattered": lambda layer: paged_partial(self._q, *self._pool.cache(layer), self._scattered, SCALE),
+            "kvloom": lambda layer: kernels.paged(self._q, *self._pool.cache(layer), self._consecutive, SCALE),
+            "kvloom, scattered": lambda layer: kernels.paged(self._q, *self._pool.cache(layer), self._scattered, SCALE),
             "flash fp32": lambda layer: [self._flash_fp32(*each) for each in self._dense(layer)],
             "flash bf16": lambda layer: [self._flash_bf16(*each) for each in self._dense(layer)],
             "sdpa bf16": lambda layer: [self._sdpa(*each) for each in self._dense(layer)],

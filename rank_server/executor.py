@@ -12,6 +12,7 @@ from cp_wire.host_memory import PoolRefused, available_bytes, max_kv_blocks
 from cp_wire.pb import common_pb2, rank_pb2
 from kv_transfer.shared_memory import SharedPool
 from model_files import ModelFiles
+from rank_server.attention.kernels import kernels_for
 from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
 from rank_server.device import POOL_SHARE, free_bytes, room_on
@@ -148,6 +149,8 @@ class Executor:
             raise PoolRefused(f"a KV block takes {pool.bytes_per_block} bytes, {self._bytes_per_block} were planned")
         self._pool = pool
         self.shared_memory = shared
+        gathered = shape.num_heads // place.grid.tp * place.grid.dcp_in_tp
+        kernels_for(place.device).warm_up(place.kv_dtype, gathered // spec.heads, spec.width)
         return rank_pb2.PoolAllocated(num_blocks=num_blocks, bytes=num_blocks * pool.bytes_per_block)
 
     def prepare_group(self, name: str, ranks: Sequence[int]) -> rank_pb2.GroupPrepared:

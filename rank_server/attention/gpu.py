@@ -57,6 +57,9 @@ class GpuKernels:
         """See `Kernels`."""
         return dense_portable(q, k, v, scale, seen)
 
+    def warm_up(self, dtype: torch.dtype, share: int, head_dim: int) -> None:
+        """See `Kernels`; Triton compiles at the first call."""
+
     def _prepare(self, batch: AttentionBatch, device: torch.device, use_triton: bool) -> _Prepared:
         decode = [row for row in batch.rows if row.q_len == 1] if use_triton else []
         others = [row for row in batch.rows if row.local_len > 0 and not (use_triton and row.q_len == 1)]

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.gpu import GpuKernels
-from rank_server.attention.partial import dense_partial, paged_partial
 
 
 class Kernels(Protocol):
@@ -22,19 +21,22 @@ class Kernels(Protocol):
         """q [T, h, D] over keys outside the cache: see `partial.dense_partial`."""
         ...
 
+    def warm_up(self, dtype: torch.dtype, share: int, head_dim: int) -> None:
+        """Compiles what is needed for a cache of such heads, `share` query heads to a KV head; else it is done when needed."""
+        ...
 
-class CpuKernels:
-    """`Kernels` of a rank on CPU."""
 
-    paged = staticmethod(paged_partial)
-    dense = staticmethod(dense_partial)
+def _cpu_kernels(device: torch.device) -> Kernels:
+    from rank_server.attention.cpu import CpuKernels  # it needs a compiler
+
+    return CpuKernels()
 
 
 def _gpu_kernels(device: torch.device) -> Kernels:
     return GpuKernels(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-KERNELS: Mapping[str, Callable[[torch.device], Kernels]] = {"cpu": lambda device: CpuKernels(), "cuda": _gpu_kernels}
+KERNELS: Mapping[str, Callable[[torch.device], Kernels]] = {"cpu": _cpu_kernels, "cuda": _gpu_kernels}
 
 
 def kernels_for(device: torch.device) -> Kernels:

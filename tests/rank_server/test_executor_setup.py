@@ -239,3 +239,18 @@ def test_a_place_follows_from_the_configuration(files):
     assert (place.member, place.tp_index, place.pcp_index) == (1, 1, 1)
     assert place.layout == Layout(num_shards=2, interleave=2, block_size=B)
     assert [place.group_name(kind) for kind in ("tp", "q", "dcp")] == ["tp:3", "q:7", "dcp:3"]
+
+
+@pytest.mark.parametrize(
+    ("place", "share"), [({}, 4), ({"tp": 2}, 4), ({"tp": 4}, 2), ({"tp": 4, "dcp": 2}, 4), ({"pcp": 2, "dcp": 2}, 4)], ids=str
+)
+def test_attention_is_compiled_before_there_are_requests(files, monkeypatch, place, share):
+    """For the query heads that a KV head will meet: those of all ranks that gather their queries."""
+    seen = []
+    monkeypatch.setattr(
+        executor_module, "kernels_for", lambda device: SimpleNamespace(warm_up=lambda *args: seen.append((device.type, *args)))
+    )
+    executor = Rank(files).executor
+    executor.configure(config(kv_cache_dtype="bfloat16", **place), 0)
+    executor.allocate_pool(BLOCKS)
+    assert seen == [("cpu", torch.bfloat16, share, files.shape.head_dim)]

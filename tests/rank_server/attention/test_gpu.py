@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from rank_server.attention.batch import AttentionBatch
+from rank_server.attention.cpu import CpuKernels
 from rank_server.attention.gpu import GpuKernels
-from rank_server.attention.kernels import CpuKernels, kernels_for
+from rank_server.attention.kernels import kernels_for
 from rank_server.attention.paged_rows import PagedRows
 from rank_server.attention.portable import KEY_TILE, QUERY_TILE, dense_portable
 from rank_server.kv_pool import KvPool
@@ -119,7 +120,7 @@ def test_a_step_is_prepared_once_for_all_its_layers_and_anew_for_the_next(use_tr
     kernels, one, two = GpuKernels(8, use_triton), make(([7], SCATTERED)), make(([4], CONSECUTIVE), ([3], [8]))
     for case in (one, one, two, two, one):
         out, _ = kernels.paged(case.q, *case.pool.cache(0), case.batch, SCALE)
-        wanted, _ = CpuKernels.paged(case.q, *case.pool.cache(0), case.batch, SCALE)
+        wanted, _ = CpuKernels().paged(case.q, *case.pool.cache(0), case.batch, SCALE)
         torch.testing.assert_close(out, wanted, rtol=0, atol=2e-6)
     assert len(made) == 3
 
@@ -202,6 +203,6 @@ def test_on_a_gpu_the_result_is_that_of_the_cpu(dtype):
         there.copy_(here)
     batch = AttentionBatch(case.batch.rows, case.batch.slots.to(device), case.batch.visible.to(device))
     out, lse = kernels_for(device).paged(case.q.to(device), *pool.cache(0), batch, SCALE)
-    wanted, wanted_lse = CpuKernels.paged(case.q, *case.pool.cache(0), case.batch, SCALE)
+    wanted, wanted_lse = CpuKernels().paged(case.q, *case.pool.cache(0), case.batch, SCALE)
     torch.testing.assert_close(out.cpu(), wanted, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.cpu(), wanted_lse, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cp_layout.model_shape import MlaShape
 from rank_server.attention import mla as module
 from rank_server.attention.batch import AttentionBatch, AttentionRow
-from rank_server.attention.kernels import CpuKernels
+from rank_server.attention.cpu import CpuKernels
 from rank_server.attention.latent import UpProjection, expanding_pays
 from rank_server.attention.mla import absorbed_dense, absorbed_paged, expanded, paged_reader
 from rank_server.kv_pool import KvPool

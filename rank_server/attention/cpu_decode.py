@@ -1,0 +1,165 @@
+"""Attention of rows with few queries over a paged bf16 cache on a CPU, all rows of a step in one call of a compiled program.
+
+A query's keys are cut into ranges by their number alone and the ranges dealt out to the threads, so that one long row occupies
+all of them; results depend neither on the number of threads nor on the other rows of the step. Other dtypes take torch's way:
+what makes it slow for bf16 is the copy in fp32 of everything that is read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rank_server.attention.batch import AttentionBatch, AttentionRow
+from rank_server.attention.decode_program import ARGUMENT, TILE, DecodeProgram, partial_floats, scratch_floats
+from rank_server.attention.emitter import LANES, Compiled
+from rank_server.attention.openmp import parallel, serial
+
+FEW_QUERIES = 4
+"""Queries of one row that read its keys one after the other; more of them are better off with keys read once for all."""
+LARGEST_HEAD_DIM, LARGEST_SHARE = 256, 32
+"""Bounds of the program, which grows with both."""
+FEWEST_KEYS, MOST_RANGES = 128, 32
+"""A range of fewer keys isn't worth its merge; more ranges in a row aren't worth their memory."""
+
+Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+
+
+def suits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+    """Whether the program can attend these queries over these caches."""
+    return (
+        q.shape[1] % k_cache.shape[2] == 0
+        and fits(k_cache.dtype, q.shape[1] // k_cache.shape[2], q.shape[2])
+        and k_cache.is_contiguous()
+        and v_cache.is_contiguous()
+    )
+
+
+def fits(dtype: torch.dtype, share: int, head_dim: int) -> bool:
+    """The same of a cache's dtype, the query heads of a KV head, and their width."""
+    return dtype == torch.bfloat16 and share <= LARGEST_SHARE and head_dim % LANES == 0 and head_dim <= LARGEST_HEAD_DIM
+
+
+@cache
+def program(share: int, head_dim: int, team: bool) -> Compiled:
+    """The compiled program for such heads; takes some tenths of a second when it is first asked for."""
+    return DecodeProgram(share, head_dim, team).translate()
+
+
+def few(row: AttentionRow) -> bool:
+    """Whether a row is for this module."""
+    return row.q_len <= FEW_QUERIES
+
+
+@dataclass(frozen=True, slots=True)
+class Queries:
+    """R queries, each over the first so many keys of a row."""
+
+    tokens: Integers
+    """[R] rows of the flat batch."""
+    tables: Integers
+    """Block tables of all rows, one after the other."""
+    ranges: Integers
+    """[N, 4] where the block table begins in `tables`; first and last + 1 of the keys; keys of all ranges up to its middle."""
+    first_range: Integers
+    """[R + 1] the ranges of query r are first_range[r] … first_range[r + 1] − 1; a query without keys has none."""
+    num_keys: int
+    """Of all ranges."""
+
+    @classmethod
+    def of(cls, rows: Sequence[AttentionRow], visible: Tensor) -> "Queries":
+        """All queries of the rows; visible: of the batch. Ranges begin at multiples of TILE."""
+        counts = [row.q_len for row in rows]
+        sizes = np.array([len(row.block_table) for row in rows], dtype=np.int64)
+        tables = np.concatenate([row.block_table.numpy() for row in rows])
+        tokens = np.concatenate([np.arange(row.q_start, row.q_start + row.q_len) for row in rows])
+        lens, begins = visible.numpy()[tokens], np.repeat(np.cumsum(sizes) - sizes, counts)
+        parts = np.minimum(-(-lens // FEWEST_KEYS), MOST_RANGES)
+        first_range = np.concatenate(([0], np.cumsum(parts)))
+        query = np.repeat(np.arange(len(tokens)), parts)
+        part = np.arange(len(query)) - first_range[query]
+        tiles, of_parts = -(-lens // TILE)[query], parts[query]
+        firsts = part * tiles // of_parts * TILE
+        lasts = np.minimum((part + 1) * tiles // of_parts * TILE, lens[query])
+        widths = lasts - firsts
+        ranges = np.stack((begins[query], firsts, lasts, np.cumsum(widths) - widths // 2), 1)
+        return cls(tokens, tables, np.ascontiguousarray(ranges), first_range, int(widths.sum()))
+
+
+class CpuDecode:
+    """One rank's calls of the program; what the layers of a step share is kept from one to the next.
+
+    use_threads: None = where OpenMP's are found.
+    """
+
+    def __init__(self, use_threads: bool | None = None) -> None:
+        self._team = parallel() is not None if use_threads is None else use_threads
+        self._run = parallel() if self._team else serial
+        self._prepared: _Prepared | None = None
+
+    def warm_up(self, share: int, head_dim: int) -> None:
+        """Compiles the program."""
+        program(share, head_dim, self._team)
+
+    def attend(
+        self,
+        q: Tensor,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        rows: Sequence[AttentionRow],
+        batch: AttentionBatch,
+        scale: float,
+        out: Tensor,
+        lse: Tensor,
+    ) -> None:
+        """Writes the attention of the rows' queries into out [T, h, D] and lse [T, h], fp32, both of the whole batch.
+
+        Arguments as of `partial.paged_partial`, and such that `suits`; rows: those of the batch that are `few`. All sums are
+        fp32, nothing is rounded to bf16.
+        """
+        threads = torch.get_num_threads() if self._team else 1
+        kv_heads, head_dim = k_cache.shape[2:]
+        prepared = self._prepared
+        if prepared is None or not prepared.serves(batch, q.shape[1], threads):
+            prepared = self._prepared = _Prepared.of(rows, batch, q, kv_heads, threads)
+        compiled = program(q.shape[1] // kv_heads, head_dim, self._team)
+        wide = q.to(torch.float32).contiguous()
+        argument = prepared.argument
+        argument["q"], argument["out"], argument["lse"] = wide.data_ptr(), out.data_ptr(), lse.data_ptr()
+        argument["k_cache"], argument["v_cache"] = k_cache.data_ptr(), v_cache.data_ptr()
+        argument["block_size"], argument["scale"] = k_cache.shape[1], scale
+        assert self._run is not None, "a team has been found"
+        self._run(compiled.address, argument.ctypes.data, threads)
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """Everything a step's calls have in common."""
+
+    batch: AttentionBatch
+    heads: int
+    threads: int
+    queries: Queries
+    memory: tuple[Tensor, Tensor]
+    argument: np.ndarray[tuple[int, ...], np.dtype[np.void]]
+    """Holds addresses of the others."""
+
+    def serves(self, batch: AttentionBatch, heads: int, threads: int) -> bool:
+        return self.batch is batch and self.heads == heads and self.threads == threads
+
+    @classmethod
+    def of(cls, rows: Sequence[AttentionRow], batch: AttentionBatch, q: Tensor, kv_heads: int, threads: int) -> "_Prepared":
+        heads, head_dim = q.shape[1:]
+        queries = Queries.of(rows, batch.visible)
+        floats = scratch_floats(kv_heads, heads // kv_heads, head_dim)
+        scratch = torch.empty(threads * floats, dtype=torch.float32, device=q.device)
+        partial = torch.empty(len(queries.ranges) * heads * partial_floats(head_dim), dtype=torch.float32, device=q.device)
+        argument = np.zeros((), dtype=ARGUMENT)
+        argument["scratch"], argument["scratch_floats"], argument["partial"] = scratch.data_ptr(), floats, partial.data_ptr()
+        for name in ("tokens", "tables", "ranges", "first_range"):
+            argument[name] = getattr(queries, name).ctypes.data
+        argument["num_rows"], argument["num_keys"], argument["kv_heads"] = len(queries.tokens), queries.num_keys, kv_heads
+        return cls(batch, heads, threads, queries, (scratch, partial), argument)

@@ -1,0 +1,182 @@
+"""Writing a program for the processor at hand: LLVM instructions by way of llvmlite, and their translation.
+
+The programs are small and written out in vectors of 16 fp32 numbers, which LLVM splits where registers are narrower; so
+translating one takes a fraction of a second. Addresses are 64-bit integers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import llvmlite.binding as llvm
+from llvmlite import ir
+
+LANES = 16
+I16, I32, I64, F32, F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
+VECTOR, HALVES, WORDS = (ir.VectorType(each, LANES) for each in (F32, I16, I32))
+POINTER = ir.PointerType()
+_BYTES = {I16: 2, I32: 4, I64: 8, F32: 4, F64: 8, VECTOR: 64, HALVES: 32}
+
+
+class Emitter:
+    """Appends instructions to a function of one address. Python's own loops repeat instructions, `loop` is one at run time."""
+
+    def __init__(self, name: str) -> None:
+        self.module = ir.Module(name)
+        self.module.triple = llvm.get_process_triple()
+        self.function = ir.Function(self.module, ir.FunctionType(ir.VoidType(), [I64]), name)
+        self._variables = ir.IRBuilder(self.function.append_basic_block("variables"))
+        self.b = ir.IRBuilder(self.function.append_basic_block("body"))
+
+    def source(self) -> str:
+        """The finished program."""
+        self.b.ret_void()
+        self._variables.branch(self.function.blocks[1])
+        return str(self.module)
+
+    # -- numbers
+
+    def integer(self, value: int) -> ir.Value:
+        """A 64-bit constant."""
+        return ir.Constant(I64, value)
+
+    def number(self, value: float, like: ir.Type = F32) -> ir.Value:
+        """An fp32 constant, in all lanes of a vector."""
+        one = ir.Constant(F32, value)
+        return ir.Constant(VECTOR, [one] * LANES) if like == VECTOR else one
+
+    def splat(self, x: ir.Value) -> ir.Value:
+        """A scalar in all lanes."""
+        vector_type = ir.VectorType(x.type, LANES)
+        first = self.b.insert_element(ir.Constant(vector_type, ir.Undefined), x, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(first, ir.Constant(vector_type, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
+
+    def shuffle(self, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
+        """Lanes of x (0 …) and y (LANES …)."""
+        return self.b.shuffle_vector(x, y, ir.Constant(WORDS, list(lanes)))
+
+    def lanes_below(self, count: ir.Value) -> ir.Value:
+        """Mask of the first `count` lanes."""
+        numbers = ir.Constant(WORDS, list(range(LANES)))
+        return self.b.icmp_signed("<", numbers, self.splat(self.b.trunc(count, I32)))
+
+    def sum_of_products(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+        """x·y + z, in one rounding where the processor can."""
+        return self.intrinsic("fmuladd", x, y, z)
+
+    def intrinsic(self, name: str, *arguments: ir.Value) -> ir.Value:
+        """An operation of LLVM on fp32, all arguments and the result of one type."""
+        kind = arguments[0].type
+        name = f"llvm.{name}.{f'v{LANES}f32' if kind == VECTOR else 'f32'}"
+        signature = ir.FunctionType(kind, [kind] * len(arguments))
+        return self.b.call(self.module.globals.get(name) or ir.Function(self.module, signature, name), arguments)
+
+    def least(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """The lesser of two integers."""
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
+
+    def greatest(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """x where it is above y, else y: a NaN in x is passed over."""
+        return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
+
+    def across(self, x: ir.Value, combine: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
+        """All lanes of a vector combined to a scalar."""
+        for distance in (8, 4, 2, 1):
+            x = combine(self.shuffle(x, x, [(lane + distance) % LANES for lane in range(LANES)]), x)
+        return self.b.extract_element(x, ir.Constant(I32, 0))
+
+    # -- memory
+
+    def at(self, base: ir.Value, *terms: ir.Value | int) -> ir.Value:
+        """base + the terms."""
+        for term in terms:
+            base = self.b.add(base, self.integer(term) if isinstance(term, int) else term)
+        return base
+
+    def times(self, *factors: ir.Value | int) -> ir.Value:
+        """The product of the factors."""
+        product, *others = [self.integer(each) if isinstance(each, int) else each for each in factors]
+        for other in others:
+            product = self.b.mul(product, other)
+        return product
+
+    def load(self, address: ir.Value, kind: ir.Type = VECTOR, index: ir.Value | int = 0) -> ir.Value:
+        """Element `index` of an array."""
+        at = self.at(address, self.times(index, _BYTES[kind]))
+        return self.b.load(self.b.inttoptr(at, POINTER), align=_BYTES.get(getattr(kind, "element", kind)), typ=kind)
+
+    def store(self, value: ir.Value, address: ir.Value, index: ir.Value | int = 0) -> None:
+        """Into element `index` of an array."""
+        kind = value.type
+        at = self.at(address, self.times(index, _BYTES[kind]))
+        self.b.store(value, self.b.inttoptr(at, POINTER), align=_BYTES[getattr(kind, "element", kind)])
+
+    def prefetch(self, address: ir.Value) -> None:
+        """Asks for a cache line that will be read, into the second cache, where more requests can wait; never fails."""
+        kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
+        function = self.module.globals.get("llvm.prefetch.p0") or ir.Function(self.module, kind, "llvm.prefetch.p0")
+        self.b.call(function, [self.b.inttoptr(address, POINTER), *(ir.Constant(I32, each) for each in (0, 2, 1))])
+
+    # -- control
+
+    def variable(self, initial: ir.Value) -> ir.Value:
+        """Something to `get` and `set`."""
+        place = self._variables.alloca(initial.type)
+        self.b.store(initial, place)
+        return place
+
+    def get(self, variable: ir.Value) -> ir.Value:
+        """Its present value."""
+        return self.b.load(variable, typ=variable.allocated_type)
+
+    def set(self, variable: ir.Value, value: ir.Value) -> None:
+        """Its next value."""
+        self.b.store(value, variable)
+
+    @contextmanager
+    def loop(self, first: ir.Value | int, last: ir.Value | int, step: ir.Value | int = 1) -> Iterator[ir.Value]:
+        """Body of a loop over first, first + step, … < last; yields the counter."""
+        first, last, step = (self.integer(each) if isinstance(each, int) else each for each in (first, last, step))
+        head, body, end = (self.function.append_basic_block(name) for name in ("head", "body", "end"))
+        before = self.b.block
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        counter = self.b.phi(I64)
+        counter.add_incoming(first, before)
+        self.b.cbranch(self.b.icmp_signed("<", counter, last), body, end)
+        self.b.position_at_end(body)
+        yield counter
+        counter.add_incoming(self.b.add(counter, step), self.b.block)
+        self.b.branch(head)
+        self.b.position_at_end(end)
+
+    def call(self, name: str, result: ir.Type) -> ir.Value:
+        """Result of a C function of this process without arguments."""
+        return self.b.call(ir.Function(self.module, ir.FunctionType(result, []), name), [])
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Machine code of a function of one address."""
+
+    address: int
+    """Valid as long as this object lives."""
+    assembly: str
+    engine: llvm.ExecutionEngine
+
+
+def translate(emitter: Emitter) -> Compiled:
+    """Machine code for this processor."""
+    llvm.initialize_native_target()
+    llvm.initialize_native_asmprinter()
+    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
+        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
+    )
+    module = llvm.parse_assembly(emitter.source())
+    module.verify()
+    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
+    builder.getModulePassManager().run(module, builder)
+    assembly = machine.emit_assembly(module)
+    engine = llvm.create_mcjit_compiler(module, machine)
+    engine.finalize_object()
+    return Compiled(engine.get_function_address(emitter.function.name), assembly, engine)
