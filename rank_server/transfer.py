@@ -246,6 +246,7 @@ async def _pull(ends: _Ends, request: rank_pb2.PullRequest) -> Report:
         generation=generation,
         peers={peer.rank: Peer(peer.address, peer.instance) for peer in request.sources},
     )
+    ends.store.fence()
     return await ends.puller.pull(pull, request.timeout_ms / 1000)
 
 

@@ -220,6 +220,14 @@ async def test_a_slow_pull_ends_at_its_bound(tiny):
         running.source.servicers[0].go.set()
 
 
+async def test_what_a_device_still_computes_comes_before_its_pool_is_read_or_written(tiny):
+    with mock.patch.object(HostStore, "fence") as fence:
+        async with leased(tiny) as (running, moved, _):
+            assert fence.call_count == 1
+            await running.pull(moved)
+            assert fence.call_count == 2
+
+
 async def test_f12_a_prefix_hit_on_leased_blocks_leaves_them_readable(tiny):
     """The second request is admitted with the first one's full blocks, which stay what they are."""
     async with leased(tiny) as (running, moved, _):
