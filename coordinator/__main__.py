@@ -11,8 +11,9 @@ from coordinator.text import TextEdge
 from coordinator.timings import Timings
 from cp_wire import process
 from cp_wire.command_line import ProcessParser
-from cp_wire.flags import add_cluster_flags, cluster_config_from, integer
+from cp_wire.flags import add_cluster_flags, integer
 from cp_wire.logs import configure_logging
+from cp_wire.sides import sides_from
 from model_files import ModelRefused, open_model
 
 
@@ -35,10 +36,12 @@ def build_parser() -> argparse.ArgumentParser:
 async def serve(args: argparse.Namespace) -> int:
     """Runs until a signal; raises what keeps the cluster from starting."""
     model = open_model(args.model)
-    config = effective_config(cluster_config_from(args), model)
-    options = Options(host=args.host, port=args.port, seed=args.seed)
+    sides = sides_from(args, lambda asked: effective_config(asked, model))
+    options = Options(
+        host=args.host, port=args.port, seed=args.seed, recompute_lost_kv=args.kv_load_failure_policy == "recompute"
+    )
     text = await asyncio.to_thread(TextEdge, model)
-    coordinator = Coordinator(config, model.shape, text, options, Timings(start_s=args.start_timeout))
+    coordinator = Coordinator(sides, model.shape, text, options, Timings(start_s=args.start_timeout))
     if args.exit_with_stdin:
         process.watch_stdin_eof()
     async with coordinator.running() as address:

@@ -35,21 +35,27 @@ class Accepted:
 
 
 class Admission:
-    """The table of active requests, over all sets. hasher: names a tenant's cached blocks, by salt."""
+    """The table of active requests, over all sets.
+
+    sets: those that requests can belong to. submit: queues the completions of a prompt in a set, or raises QueueFull. hashers:
+    name a tenant's cached blocks, by salt: the set's own first, then that of the set for its prompts, if it is another.
+    """
 
     def __init__(
         self,
         sets: Sequence[RankSet],
+        submit: Callable[[RankSet, Sequence[LiveRequest]], None],
         limits: Callable[[RankSet], Limits],
-        hasher: Callable[[bytes], BlockHasher],
+        hashers: Callable[[bytes], Sequence[BlockHasher]],
         text: TextWorker,
         model_name: str,
         seeds: SeedSource,
         handles: Iterator[int],
     ) -> None:
         self._sets = sets
+        self._submit = submit
         self._limits = limits
-        self._hasher = hasher
+        self._hashers = hashers
         self._text = text
         self._model_name = model_name
         self._seeds = seeds
@@ -120,19 +126,18 @@ class Admission:
         accepted.home = home = self._pick()
         seed = wire.seed if wire.HasField("seed") else self._seeds.draw()
         limits = self._limits(home)
-        hasher = self._hasher(wire.cache_salt.encode())
-        prepared = await self._text.encode(lambda text: prepare(wire, text, limits, seed, hasher), long=is_long(wire))
+        hashers = self._hashers(wire.cache_salt.encode())
+        prepared = await self._text.encode(lambda text: prepare(wire, text, limits, seed, hashers), long=is_long(wire))
         self._check_open()
         if not home.ready:
             raise Unavailable("the request's ranks were lost while it was tokenised", retry_after_s=RETRY_AFTER_S)
-        engine = home.engine
         accepted.lives = self._completions(accepted, prepared, wire)
-        if accepted.stream.ended or engine is None:
+        if accepted.stream.ended:
             return
         if prepared.samplings[0].prompt_logprobs is not None:
             accepted.stream.put_prompt(0, [common_pb2.PositionLogprobs()])
         try:
-            engine.submit(*accepted.lives)
+            self._submit(home, accepted.lives)
         except QueueFull as full:
             raise Exhausted(str(full), retry_after_s=RETRY_AFTER_S) from None
 
@@ -147,13 +152,14 @@ class Admission:
                 handle=next(self._handles),
                 request_id=accepted.request_id,
                 prompt=prepared.prompt,
-                digests=list(prepared.digests),
+                digests=list(prepared.digests[0]),
                 sampling=sampling,
                 salt=wire.cache_salt.encode(),
                 leader=lives[0].request if lives else None,
             )
             detokenizer = self._text.text.detokenizer(wire.stop, sampling.min_tokens)
-            lives.append(LiveRequest(request, detokenizer, accepted.stream, index))
+            digests = list(prepared.digests[-1]) if len(prepared.digests) > 1 else []
+            lives.append(LiveRequest(request, detokenizer, accepted.stream, index, prompt_digests=digests))
         return tuple(lives)
 
     def _check_open(self) -> None:

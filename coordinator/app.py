@@ -1,39 +1,37 @@
 """The coordinator, put together."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
 from coordinator.admission import Admission
-from coordinator.choice import GATHERS, Replicas, computable
-from coordinator.cluster import SchedulingSet, scheduling_sets
+from coordinator.cluster import SchedulingSet
 from coordinator.control_service import ControlServicer
 from coordinator.dispatch import Dispatcher
-from coordinator.engine import Engine
 from coordinator.faults import StartFailed
+from coordinator.handover import Handover
 from coordinator.inference_service import InferenceServicer
 from coordinator.limits import Limits
-from coordinator.predict import StepPredictor, layer_parameters, prior_seconds_per_token
-from coordinator.pricing import Pricing
 from coordinator.rank_set import RankSet
 from coordinator.registry import RegistryServicer
-from coordinator.scheduler import Scheduler, SchedulerConfig
 from coordinator.seeds import SeedSource
+from coordinator.set_maker import SetMaker
 from coordinator.settings import MAX_WAITING
-from coordinator.status import cluster_state, cluster_status
+from coordinator.status import View, cluster_state, cluster_status
 from coordinator.tasks import Background, Changes
+from coordinator.text_rows import LiveRequest
 from coordinator.text_worker import Text, TextWorker
 from coordinator.timings import Timings
-from cp_layout.blocks import BlockHasher, cache_identity
-from cp_layout.cost import CostModel
+from cp_layout.capacity import group_capacity_tokens
 from cp_layout.model_shape import ModelShape
-from cp_wire.effective import grid_of, layout_of
 from cp_wire.errors import KvloomError, Unavailable
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
 from cp_wire.serve import Server
+from cp_wire.sides import Side
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,40 +42,59 @@ class Options:
     port: int = 0
     seed: int | None = None
     max_waiting: int = MAX_WAITING
+    recompute_lost_kv: bool = True
+    """Whether a request whose KV can't be moved is computed where its output is; else it fails."""
 
 
 class Coordinator:
-    """Server, sets and admission. Use `running`; `config` is the effective configuration, already checked."""
+    """Server, sets and admission. Use `running`; `sides` have effective configurations, already checked: one side, or two,
+    prefill first."""
 
-    def __init__(
-        self, config: common_pb2.ClusterConfig, shape: ModelShape, text: Text, options: Options, timings: Timings
-    ) -> None:
-        self._config = config
+    def __init__(self, sides: Sequence[Side], shape: ModelShape, text: Text, options: Options, timings: Timings) -> None:
         self._shape = shape
         self._timings = timings
-        self._max_waiting = options.max_waiting
-        self._layout = layout_of(config)
-        self._identity = cache_identity(
-            {"model_hash": config.model_hash, "dtype": config.dtype, "kv_cache_dtype": config.kv_cache_dtype}
-        )
         self._eos_token_ids = text.eos_token_ids
         self._text = TextWorker(text, timings.encode_s)
-        self._dispatcher = Dispatcher()
         self._fatal: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._started = asyncio.Event()
-        self._background = Background(lambda name, error: self._fail(StartFailed(f"{name} failed ({type(error).__name__})")))
+        self._background = Background(self._died)
         self.changes = Changes()
-        self.sets = [
-            RankSet(spec, config, self._new_engine, timings, self._on_change, self._fail)
-            for spec in scheduling_sets(grid_of(config))
+        dispatcher = Dispatcher()
+        self._makers = [
+            SetMaker(side, shape, dispatcher, self._text, timings, options.max_waiting, lambda spec: partial(self._pump, spec))
+            for side in sides
         ]
+        by_maker = [
+            [RankSet(spec, maker.side.config, maker.engine, timings, self._on_change, self._fail) for spec in maker.specs()]
+            for maker in self._makers
+        ]
+        self.sets = [home for homes in by_maker for home in homes]
+        self._homes = by_maker[-1]
+        """Sets that compute outputs: those that requests belong to."""
+        self.handover: Handover | None = None
+        if len(sides) > 1:
+            self.handover = Handover(
+                by_maker[0],
+                {side.role: side for side in sides},
+                options.recompute_lost_kv,
+                options.max_waiting,
+                timings,
+                self._died,
+            )
         self.admission = Admission(
-            self.sets, self._limits, self._hasher, self._text, config.model_name, SeedSource(options.seed), count(1)
+            self._homes,
+            self._submit,
+            self._limits,
+            lambda salt: [maker.hasher(salt) for maker in reversed(self._makers)],
+            self._text,
+            sides[-1].config.model_name,
+            SeedSource(options.seed),
+            count(1),
         )
-        by_rank = {rank: home for home in self.sets for rank in home.seats}
-        self._registry = RegistryServicer(config, by_rank)
+        self._by_rank = {rank: home for home in self.sets for rank in home.seats}
+        self._registry = RegistryServicer(sides[0].config, self._by_rank)
         control = ControlServicer(self.status, self.effective_config, self.drain, self.changes)
-        inference = InferenceServicer(self.admission, self._layout.num_shards)
+        inference = InferenceServicer(self.admission, self._makers[-1].layout.num_shards)
         self._server = Server(options.host, options.port, "prompt")
         for add, servicer, name in (
             (coordinator_pb2_grpc.add_InferenceServiceServicer_to_server, inference, "InferenceService"),
@@ -91,7 +108,7 @@ class Coordinator:
         """Listens and yields HOST:PORT; stops everything at the end. Raises PortInUse."""
         address = await self._server.start()
         for home in self.sets:
-            self._background.spawn(home.run(), f"set {home.spec.index}")
+            self._background.spawn(home.run(), home.spec.name)
         try:
             yield address
         finally:
@@ -131,46 +148,68 @@ class Coordinator:
     def status(self, last_steps: int = 0) -> coordinator_pb2.GetStatusResponse:
         """A snapshot; last_steps: what its step times are taken over, 0 = all that are remembered."""
         state = cluster_state(self.sets, self._started.is_set(), self.admission.closed)
-        return cluster_status(self.sets, self.effective_config(), state, self._layout, last_steps)
+        configs = [self._in_force(maker, self._sets_of(maker)) for maker in self._makers]
+        view = View(
+            sets=self.sets,
+            homes=self._homes,
+            sides=[(maker.side.role, config) for maker, config in zip(self._makers, configs, strict=True)],
+            prompts=self._makers[0].layout,
+            outputs=self._makers[-1].layout,
+            handover=self.handover,
+        )
+        return cluster_status(view, state, last_steps)
 
     def effective_config(self) -> common_pb2.ClusterConfig:
-        """The configuration in force; once the pools exist it states their size."""
+        """The configuration in force, of the sets that compute outputs; once the pools exist it states their size."""
+        return self._in_force(self._makers[-1], self._homes)
+
+    def _sets_of(self, maker: SetMaker) -> list[RankSet]:
+        return [home for home in self.sets if home.spec.role == maker.side.role]
+
+    def _in_force(self, maker: SetMaker, sets: Sequence[RankSet]) -> common_pb2.ClusterConfig:
         config = common_pb2.ClusterConfig()
-        config.CopyFrom(self._config)
-        blocks = [home.pool_blocks for home in self.sets]
+        config.CopyFrom(maker.side.config)
+        blocks = [home.pool_blocks for home in sets]
         if all(blocks):
             config.kv_cache_tokens_per_rank = min(blocks) * config.block_size
         return config
 
-    def _new_engine(self, spec: SchedulingSet, pool_blocks: int) -> Engine:
-        config = self._config
-        bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting)
-        predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp))
-        latent = self._shape.mla is not None
-        gather = GATHERS[config.pcp_gather if config.mla_gather == "auto" else config.mla_gather]
-        replicas = Replicas(config.pcp, config.dcp, computable(latent), gather, latent)
-        parameters = layer_parameters(self._shape)
-        pricing = Pricing(CostModel.of(self._shape, grid_of(config), parameters, config.dtype, config.kv_cache_dtype))
-        scheduler = Scheduler(bounds, self._layout, pool_blocks, self._identity, replicas, pricing)
-        return Engine(scheduler, spec.members, self._dispatcher, self._text, predictor, self._timings, pricing)
+    def _submit(self, home: RankSet, lives: Sequence[LiveRequest]) -> None:
+        if self.handover is None:
+            home.serving.submit(*lives)
+        else:
+            self.handover.submit(home, lives)
 
-    def _hasher(self, salt: bytes) -> BlockHasher:
-        return BlockHasher(self._layout, self._identity, salt)
+    def _pump(self, spec: SchedulingSet) -> None:
+        if self.handover is not None:
+            self.handover.pump(self._by_rank[spec.ranks[0]])
 
     def _limits(self, home: RankSet) -> Limits:
         return Limits(
-            max_model_len=self._config.max_model_len,
+            max_model_len=self._makers[-1].side.config.max_model_len,
             vocab_size=self._shape.vocab_size,
-            layout=self._layout,
+            layout=self._makers[-1].layout,
             blocks_per_member=home.pool_blocks,
             eos_token_ids=self._eos_token_ids,
+            max_prompt=self._max_prompt,
         )
+
+    @property
+    def _max_prompt(self) -> int | None:
+        """Tokens that the ranks which compute prompts can hold, where they are other ranks."""
+        if self.handover is None:
+            return None
+        blocks = [home.pool_blocks for home in self._sets_of(self._makers[0]) if home.pool_blocks]
+        return group_capacity_tokens(self._makers[0].layout, min(blocks)) if blocks else None
 
     def _on_change(self) -> None:
         if all(home.ready for home in self.sets):
             self._started.set()
-        self._server.set_serving(any(home.ready for home in self.sets) and not self.admission.closed)
+        self._server.set_serving(any(home.ready for home in self._homes) and not self.admission.closed)
         self.changes.announce()
+
+    def _died(self, name: str, error: Exception) -> None:
+        self._fail(StartFailed(f"{name} failed ({type(error).__name__})"))
 
     def _fail(self, error: KvloomError) -> None:
         if not self._fatal.done():
@@ -182,6 +221,8 @@ class Coordinator:
         error = Unavailable("the server is shutting down")
         self.admission.end_all(error)
         await self._background.cancel()
+        if self.handover is not None:
+            await self.handover.close()
         for home in self.sets:
             await home.stop(error)
         await self._server.stop(self._timings.stop_s)

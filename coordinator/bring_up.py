@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
+from coordinator.cluster import PREFILL, SchedulingSet
 from coordinator.faults import BadAnswer
 from coordinator.rank_link import RankLink
 from coordinator.tasks import all_or_first_error
@@ -22,12 +23,20 @@ def first_difference(ours: common_pb2.ClusterConfig, theirs: common_pb2.ClusterC
     return None
 
 
-async def configure(link: RankLink, config: common_pb2.ClusterConfig, pool_is_settled: bool, timings: Timings) -> None:
+async def configure(
+    link: RankLink, spec: SchedulingSet, config: common_pb2.ClusterConfig, pool_is_settled: bool, timings: Timings
+) -> None:
     """Has the rank load its weights and checks that it took over every setting; raises RankFault.
 
     pool_is_settled: config states the size of pools that the set's other ranks have already.
     """
-    command = rank_pb2.Configure(config=config, rank=link.rank, pool_is_settled=pool_is_settled)
+    command = rank_pb2.Configure(
+        config=config,
+        rank=link.rank,
+        pool_is_settled=pool_is_settled,
+        first_rank=spec.first_rank,
+        pool_is_shared=spec.role == PREFILL,
+    )
     response = await link.lane.send("configure", command, timings.configure_s)
     difference = first_difference(config, response.configured.config)
     if difference is not None:

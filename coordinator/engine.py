@@ -2,16 +2,18 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from coordinator.dispatch import Dispatcher
-from coordinator.faults import BadAnswer, CommandTimedOut, TextStuck
-from coordinator.lane import Lane
+from coordinator.faults import BadAnswer, TextStuck
+from coordinator.lane import Lane, collect
 from coordinator.outcome import Outcome, put_together
 from coordinator.plan import ScheduledStep
 from coordinator.predict import StepPredictor
 from coordinator.pricing import Pricing
+from coordinator.relay import Relay
+from coordinator.request import Request
 from coordinator.scheduler import Progress, Scheduler
 from coordinator.step_times import StepMeter
 from coordinator.text_rows import LiveRequest, TextResult, TextRow
@@ -34,7 +36,7 @@ log = get_logger("coordinator.engine")
 class Engine:
     """Requests, scheduler and step loop of one set. Outlives the epochs of the set; `run` lives for one of them.
 
-    members: pool member of each rank of the set, ranks ascending.
+    members: pool member of each rank of the set, ranks ascending. before_step: called before each step is put together.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Engine:
         predictor: StepPredictor,
         timings: Timings,
         pricing: Pricing,
+        before_step: Callable[[], None] = lambda: None,
     ) -> None:
         self.scheduler = scheduler
         self.pricing = pricing
@@ -55,7 +58,10 @@ class Engine:
         self._text = text
         self._predictor = predictor
         self._timings = timings
+        self._before_step = before_step
         self._live: dict[int, LiveRequest] = {}
+        self._relays: dict[int, Relay] = {}
+        """Of requests whose prompt alone is computed here, until nothing of it is left here."""
         self._work = asyncio.Event()
         self._fault: Exception | None = None
         """What makes the books of scheduler or text doubtful: the run that finds it ends with it."""
@@ -68,7 +74,7 @@ class Engine:
     @property
     def load(self) -> int:
         """Requests that run or wait."""
-        return len(self._live)
+        return len(self._live) + len(self._relays)
 
     def submit(self, *lives: LiveRequest) -> None:
         """Queues the completions of a prompt, all or none; raises scheduler.QueueFull."""
@@ -77,21 +83,51 @@ class Engine:
             self._live[live.request.handle] = live
         self._work.set()
 
+    def expect(self, live: LiveRequest) -> None:
+        """A request whose KV comes from another set; its relay reserves and activates it in the scheduler."""
+        self._live[live.request.handle] = live
+
+    def prefill(self, prompt: Request, relay: Relay) -> None:
+        """Queues a prompt for a request whose output is computed elsewhere; raises scheduler.QueueFull."""
+        self.scheduler.add(prompt)
+        self._relays[prompt.handle] = relay
+        self._work.set()
+
+    def stop(self, handle: int) -> None:
+        """Computes nothing more of a prompt; its relay hears no more of it, unless the set is lost."""
+        self.scheduler.abort(handle)
+        self._work.set()
+
+    def part(self, handle: int) -> None:
+        """Nothing of the prompt is left here."""
+        self._relays.pop(handle, None)
+
+    def wake(self) -> None:
+        """There may be something to schedule."""
+        self._work.set()
+
     def abort(self, handle: int) -> None:
         """Ends a request in any state, without an event; its blocks are free after the step in flight. Idempotent."""
         live = self._live.pop(handle, None)
         if live is not None:
             self._abort(live)
+            if live.relay is not None:
+                live.relay.leave()
             self._work.set()
 
     def fail_all(self, error: KvloomError) -> None:
-        """Ends all requests but those whose last text is on its way; pools and prefix cache are empty afterwards."""
+        """Ends all requests but those whose last text is on its way; pools and prefix cache are empty afterwards. Prompts that
+        were computed for other sets are theirs to end."""
         self._hand_over()
         self.scheduler.fail_all(str(error))
         for handle, live in list(self._live.items()):
             if not live.committed_end:
                 live.stream.fail(error)
                 del self._live[handle]
+                if live.relay is not None:
+                    live.relay.leave()
+        for relay in list(self._relays.values()):
+            relay.lost(error)
 
     async def run(self, lanes: Sequence[Lane]) -> None:
         """Serves until cancelled; raises the `RankFault` of the first rank that fails a step, `TextStuck`, or a fault of the
@@ -105,6 +141,7 @@ class Engine:
             if self._fault is not None:
                 raise self._fault
             started = perf_counter()
+            self._before_step()
             step = self.scheduler.schedule()
             if step is None:
                 self._hand_over()
@@ -120,11 +157,12 @@ class Engine:
                 # The plans go out first; the previous step's text is prepared while the ranks compute.
                 await asyncio.sleep(0)
                 self._hand_over()
-                results = await _collect(lanes, answers, timeout_s + self._timings.step_margin_s)
+                results = await collect(lanes, answers, timeout_s + self._timings.step_margin_s)
             self._check_tables(tables, lanes, results)
             outcome = put_together(step, ticket, lanes, results)
             self._deliver_scores(step, outcome)
             self._committed = self._rows(self.scheduler.commit(step, outcome.sampled, outcome.failed), outcome)
+            self._relay(step, outcome)
             self._predictor.observe(step.num_tokens, outcome.rank_s)
             self.pricing.observe(step, outcome.rank_s)
             self.meter.count(step)
@@ -151,9 +189,12 @@ class Engine:
         """Ends all requests, those too whose last text is on its way: it will not come, or too late."""
         error = TextStuck(f"the text thread has finished nothing for {self._timings.text_s:g} s")
         log.error("text is stuck", steps=len(self._text_backlog), requests=len(self._live))
-        for live in self._live.values():
-            live.stream.fail(error)
+        stuck = [*self._live.values(), *(relay.live for relay in self._relays.values())]
         self._live.clear()
+        for live in stuck:
+            live.stream.fail(error)
+            if live.relay is not None:
+                live.relay.ended()
         self._text_backlog.clear()
         self._committed = []
         self._fault = error
@@ -172,15 +213,27 @@ class Engine:
     def _deliver_scores(self, step: ScheduledStep, outcome: Outcome) -> None:
         """Before the step's tokens: these take the way through the text thread."""
         for row in step.rows:
-            positions, live = outcome.scores.get(row.handle), self._live.get(row.handle)
+            positions, relay = outcome.scores.get(row.handle), self._relays.get(row.handle)
+            live = self._live.get(row.handle) if relay is None else relay.live
             if positions and live is not None:
                 live.stream.put_prompt(row.score_start, positions)
 
+    def _relay(self, step: ScheduledStep, outcome: Outcome) -> None:
+        """Tells of prompts that have come further, and lets first tokens go before other sets can compute second ones."""
+        for row in step.rows:
+            relay = self._relays.get(row.handle)
+            if relay is not None and not row.sample and row.handle not in outcome.failed:
+                relay.computed(row.start + len(row.token_ids))
+        if self._relays:
+            self._hand_over()
+
     def _rows(self, progress: Sequence[Progress], outcome: Outcome) -> list[TextRow]:
         rows = []
-        for item in progress:
-            live = self._live.get(item.handle)
-            if live is None:
+        for each in progress:
+            relay = self._relays.get(each.handle)
+            item = each if relay is None else relay.prefilled(each)
+            live = self._live.get(each.handle) if relay is None else relay.live
+            if live is None or item is None:
                 continue
             live.committed_end = item.finished is not None
             logprobs = outcome.logprobs.get(item.handle)
@@ -212,6 +265,8 @@ class Engine:
             # Only the text knew that this was the end; a token computed meanwhile is dropped.
             self.scheduler.finish(handle, result.finished)
         self._live.pop(handle, None)
+        if live.relay is not None:
+            live.relay.ended()
         if result.finished == "error":
             live.stream.fail(Internal(result.error or "the request failed"))
         else:
@@ -234,6 +289,8 @@ class Engine:
         live.stream.fail(Internal(f"the output could not be delivered ({type(error).__name__})"))
         self._live.pop(live.request.handle, None)
         self._abort(live)
+        if live.relay is not None:
+            live.relay.ended()
 
     def _abort(self, live: LiveRequest) -> None:
         try:
@@ -241,17 +298,3 @@ class Engine:
         except Exception as fault:
             log.error("a request can't be ended", exc=fault, request=live.request.request_id)
             self._fault = fault
-
-
-async def _collect(
-    lanes: Sequence[Lane], answers: Sequence["asyncio.Future[rank_pb2.ExecuteResponse]"], timeout_s: float
-) -> list[rank_pb2.ExecuteResponse]:
-    """All answers, or the first fault; of the ranks that are late the first one is named."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.gather(*answers)
-    except TimeoutError:
-        late = next((lane.rank for lane, answer in zip(lanes, answers, strict=True) if answer.cancelled()), None)
-        if late is None:  # the last answer and the end of the time came in the same turn of the event loop
-            return [answer.result() for answer in answers]
-        raise CommandTimedOut(late, f"no result of a step within {timeout_s:.1f} s") from None

@@ -3,7 +3,7 @@
 import grpc.aio
 
 from coordinator.admission import Accepted, Admission
-from coordinator.route import static_route
+from coordinator.route import route_of
 from coordinator.stream import Chunk, PromptChunk
 from cp_wire.errors import Internal, KvloomError, abort
 from cp_wire.logs import get_logger
@@ -64,7 +64,7 @@ class InferenceServicer(coordinator_pb2_grpc.InferenceServiceServicer):
             finished.prompt_tokens = len(first.prompt)
             finished.cached_tokens = first.num_cached_tokens
             finished.recomputed_tokens = sum(live.request.num_recomputed for live in lives)
-            finished.route.CopyFrom(static_route(accepted.home.spec.ranks, self._num_shards))
+            finished.route.CopyFrom(route_of(lives[0], accepted.home.spec.ranks, self._num_shards))
         return finished
 
 

@@ -56,6 +56,8 @@ class Limits:
     max_top_logprobs: int = MAX_TOP_LOGPROBS
     eos_token_ids: tuple[int, ...] = ()
     """End-of-sequence ids; they end a request unless it ignores them."""
+    max_prompt: int | None = None
+    """Tokens of a prompt that the ranks which compute it can hold, where they are others than those of its output."""
 
     def validate(
         self,
@@ -125,6 +127,8 @@ class Limits:
             bad = next(token for token in prompt if not 0 <= token < self.vocab_size)
             raise RequestRefused("prompt token id", bad, f"from 0 to {self.vocab_size - 1}")
         capacity = group_capacity_tokens(self.layout, self.blocks_per_member)
+        if self.max_prompt is not None:
+            capacity = min(capacity, self.max_prompt)
         if len(prompt) > capacity:
             raise RequestRefused("prompt", f"{len(prompt)} tokens", f"at most {capacity} tokens, the size of the KV pool")
 

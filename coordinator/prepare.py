@@ -1,6 +1,6 @@
 """Text becomes token ids and every limit is checked: work for the prompts' thread, a long prompt takes its time."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from coordinator.limits import Limits, RequestRefused, completions
@@ -43,8 +43,8 @@ class Prepared:
     """What a request asks for, checked."""
 
     prompt: list[int]
-    digests: list[bytes]
-    """Of all full hash units of the prompt."""
+    digests: tuple[list[bytes], ...]
+    """Of all full hash units of the prompt, by hasher."""
     samplings: tuple[Sampling, ...]
     """Of each completion."""
 
@@ -60,7 +60,9 @@ def is_long(wire: coordinator_pb2.GenerateRequest) -> bool:
     return len(messages) > LONG_CHAT or sum(len(message.content) for message in messages) > LONG_CHARS
 
 
-def prepare(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits, seed: int, hasher: BlockHasher) -> Prepared:
+def prepare(
+    wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits, seed: int, hashers: Sequence[BlockHasher]
+) -> Prepared:
     """Everything about a request that takes time in proportion to its prompt.
 
     Raises InvalidRequest, or Internal for a fault of the text edge. Counts are looked at before anything is copied. seed: the
@@ -83,7 +85,7 @@ def prepare(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits, s
     except (RequestRefused, TextRefused) as refusal:
         raise InvalidRequest(refusal.field, refusal.value, f"it must be {refusal.limit}") from None
     others = (replace(first, seed=completion_seed(seed, index), prompt_logprobs=None) for index in range(1, count))
-    return Prepared(prompt, hasher.hashes(prompt), (first, *others))
+    return Prepared(prompt, tuple(hasher.hashes(prompt) for hasher in hashers), (first, *others))
 
 
 def _tokens(wire: coordinator_pb2.GenerateRequest, text: Text, limits: Limits) -> list[int]:

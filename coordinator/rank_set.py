@@ -80,6 +80,18 @@ class RankSet:
         """Blocks of every rank's pool; 0 before the pools exist."""
         return self._pool_blocks
 
+    @property
+    def serving(self) -> Engine:
+        """The engine, of a set that has served; RuntimeError before that."""
+        if self.engine is None:
+            raise RuntimeError(f"{self.spec.name} has not served yet")
+        return self.engine
+
+    @property
+    def links(self) -> dict[int, RankLink]:
+        """Ranks that are here, ascending."""
+        return {rank: seat.link for rank, seat in self.seats.items() if seat.link is not None}
+
     def join(self, registration: coordinator_pb2.RegisterRequest) -> None:
         """Seats a rank and has it load its weights; `Duplicate` while another process fills the seat.
 
@@ -121,7 +133,7 @@ class RankSet:
                 await self._seats_changed.wait()
             self._break_reason = ""
             self._lost.clear()
-            self._session = asyncio.create_task(self._serve(), name=f"set {self.spec.index}")
+            self._session = asyncio.create_task(self._serve(), name=self.spec.name)
             try:
                 await asyncio.wait({self._session})
             except asyncio.CancelledError:
@@ -150,7 +162,7 @@ class RankSet:
 
     async def _load(self, link: RankLink) -> None:
         try:
-            await bring_up.configure(link, self._config, self._pool_blocks > 0, self._timings)
+            await bring_up.configure(link, self.spec, self._config, self._pool_blocks > 0, self._timings)
         except RankFault as fault:
             self._lose(link, fault.what, fault)
             return
@@ -162,7 +174,7 @@ class RankSet:
         self._lose(link, reason)
 
     async def _serve(self) -> None:
-        links = {rank: seat.link for rank, seat in self.seats.items() if seat.link is not None}
+        links = self.links
         first_time = self.engine is None
         if self.engine is None:
             room = {rank: link.configured.max_kv_blocks for rank, link in links.items() if link.configured is not None}
@@ -180,7 +192,7 @@ class RankSet:
         for seat in self.seats.values():
             seat.state = "ready"
         self.ready = self._was_ready = True
-        log.info("set serves", set=self.spec.index, epoch=self.epoch, blocks=self._pool_blocks)
+        log.info("set serves", set=self.spec.name, epoch=self.epoch, blocks=self._pool_blocks)
         self._on_change()
         await self.engine.run([link.lane for link in links.values()])
 
@@ -192,7 +204,7 @@ class RankSet:
         link = await measure(group, self.spec.groups[group], links, self._timings)
         if link is not None:
             engine.pricing.take_link(link)
-            log.info("link measured", set=self.spec.index, group=group, latency_s=link.latency_s, s_per_byte=link.s_per_byte)
+            log.info("link measured", set=self.spec.name, group=group, latency_s=link.latency_s, s_per_byte=link.s_per_byte)
 
     async def _wait_for_cause(self, fault: BaseException | None) -> None:
         """Survivors of a lost rank may say so before its lane ends: the one to name is the lost one."""
@@ -210,7 +222,7 @@ class RankSet:
             self._on_fatal(fault if isinstance(fault, KvloomError) else start_failure(self._break_reason or detail, fault))
             return False
         reason = self._break_reason or _public(fault)
-        log.warning("set broken", set=self.spec.index, epoch=self.epoch, reason=reason, fault=detail)
+        log.warning("set broken", set=self.spec.name, epoch=self.epoch, reason=reason, fault=detail)
         self.epoch += 1
         if self.engine is not None:
             self.engine.fail_all(Unavailable(f"the request was lost: {reason}", retry_after_s=self._timings.retry_s))
@@ -219,7 +231,7 @@ class RankSet:
                 # Behind a lost member, a survivor's collective ends at its own time-out.
                 seat.link.lane.tolerate_stalls(self._timings.command_s)
         if fault is not None and not isinstance(fault, RankFault):
-            log.error("unexpected failure of a set", exc=fault, set=self.spec.index)
+            log.error("unexpected failure of a set", exc=fault, set=self.spec.name)
         if isinstance(fault, CommandTimedOut) or (isinstance(fault, RankFault) and fence and not self._break_reason):
             self._lose_rank(fault)
         self._on_change()

@@ -102,6 +102,9 @@ class Request:
     """Some of its KV lies with its owner alone (see `coordinator.owners`)."""
     leader: "Request | None" = None
     """Another completion of the same prompt, which computes it: this one waits to find it in the prefix cache."""
+    is_leased: bool = False
+    """Others read its blocks, while it runs and afterwards: nobody takes them away, and they are not freed before
+    `Scheduler.end_lease`."""
     num_scored: int = 1
     """Prompt positions below this one have had their log-probabilities reported; position 0 has none."""
 

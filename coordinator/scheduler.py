@@ -121,12 +121,8 @@ class Scheduler:
         if handle in self._seats.reserved:
             self._seats.cancel(handle, "abort")
 
-    def lease(self, handle: int) -> None:
-        """The blocks of a running request are read by others: until `end_lease` they are neither taken away nor freed."""
-        self._seats.lease(handle)
-
     def end_lease(self, handle: int) -> None:
-        """Nobody reads the blocks any more; nothing happens for a request that is not leased."""
+        """Nobody reads a leased request's blocks any more; nothing happens for an unknown handle."""
         self._seats.end_lease(handle)
 
     def tables(self, request: Request) -> tuple[tuple[int, ...], ...]:

@@ -29,7 +29,6 @@ class Seats:
         self.running: OrderedDict[int, Request] = OrderedDict()
         self.released: list[int] = []
         """What the ranks are to forget with the next step."""
-        self._leased: set[int] = set()
         self._held: dict[int, Request] = {}
         """Over, but still read."""
         self.stuck: int | None = None
@@ -46,7 +45,7 @@ class Seats:
     def clear(self) -> list[Request]:
         """All is lost; returns the requests that were not over."""
         ended = [*self.running.values(), *self.arrived.values(), *self.reserved.values(), *self.waiting.values()]
-        for each in (self.running, self.arrived, self.reserved, self.waiting, self.released, self._leased, self._held):
+        for each in (self.running, self.arrived, self.reserved, self.waiting, self.released, self._held):
             each.clear()
         self.stuck = None
         self._kv.clear()
@@ -98,7 +97,7 @@ class Seats:
     def victim(self, request: Request) -> Request | None:
         """The youngest running request whose blocks can be taken away, `request` at the oldest; None when there is none."""
         for each in reversed(self.running.values()):
-            if each.handle not in self._leased:
+            if not each.is_leased:
                 return each
             if each is request:
                 break
@@ -118,26 +117,21 @@ class Seats:
         """A running request is over; blocks that are leased stay held."""
         request.end(Event.END, reason, error)
         self._stand_up(request)
-        if request.handle in self._leased:
+        if request.is_leased:
             self._held[request.handle] = request
         else:
             self._kv.release(request)
             self._kv.close(request)
 
-    def lease(self, handle: int) -> None:
-        """Others read the blocks of a running request from now on."""
-        if handle not in self.running:
-            raise ValueError(f"request {handle} does not run, its blocks can't be leased")
-        self._leased.add(handle)
-
     def end_lease(self, handle: int) -> None:
-        """Nobody reads them any more; nothing for a request that is not leased."""
-        self._leased.discard(handle)
-        request = self._held.pop(handle, None)
-        if request is not None:
-            self._kv.release(request)
-            self._kv.close(request)
-        self.stuck = None
+        """Nobody reads a leased request's blocks any more; nothing for an unknown handle."""
+        if (held := self._held.pop(handle, None)) is not None:
+            self._kv.release(held)
+            self._kv.close(held)
+            self.stuck = None
+        for each in (self.running, self.waiting):
+            if handle in each:
+                each[handle].is_leased = False
 
     def _place(self, request: Request, placement: Placement) -> None:
         request.shard_offset = placement.shard_offset

@@ -1,7 +1,10 @@
 """The cluster's status as a message."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from coordinator.cluster import MIXED
+from coordinator.handover import Handover
 from coordinator.rank_set import RankSet, Seat
 from coordinator.step_times import StepMeter
 from coordinator.wire_plan import gather_on_wire, mode_on_wire
@@ -19,36 +22,57 @@ def cluster_state(sets: Sequence[RankSet], started: bool, draining: bool) -> str
     return "serving" if all(home.ready for home in sets) else "degraded"
 
 
-def cluster_status(
-    sets: Sequence[RankSet], config: common_pb2.ClusterConfig, state: str, layout: Layout, last_steps: int = 0
-) -> coordinator_pb2.GetStatusResponse:
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a status is about. sets: all. homes: those that compute outputs. sides: role and configuration in force, that for
+    outputs last. prompts, outputs: layouts of the KV where either is computed."""
+
+    sets: Sequence[RankSet]
+    homes: Sequence[RankSet]
+    sides: Sequence[tuple[str, common_pb2.ClusterConfig]]
+    prompts: Layout
+    outputs: Layout
+    handover: Handover | None
+
+
+def cluster_status(view: View, state: str, last_steps: int = 0) -> coordinator_pb2.GetStatusResponse:
     """A snapshot; nothing in it can fail, and its cost does not depend on the requests."""
+    sets = view.sets
+    homes = [home.engine.scheduler for home in view.homes if home.engine is not None]
     schedulers = [home.engine.scheduler for home in sets if home.engine is not None]
     stats = [scheduler.stats for scheduler in schedulers]
     meter = StepMeter.merged([home.engine.meter for home in sets if home.engine is not None], last_steps)
     status = coordinator_pb2.GetStatusResponse(
         ranks=[_rank(home, seat) for home in sets for seat in home.seats.values()],
         groups=[
-            coordinator_pb2.GroupStatus(name=name, ranks=ranks, epoch=home.epoch)
+            coordinator_pb2.GroupStatus(name=_group_name(home, name), ranks=ranks, epoch=home.epoch)
             for home in sets
             for name, ranks in home.spec.groups.items()
         ],
-        running=sum(scheduler.running for scheduler in schedulers),
-        waiting=sum(scheduler.waiting for scheduler in schedulers),
-        config=config,
+        running=sum(scheduler.seated for scheduler in homes),
+        waiting=sum(scheduler.waiting for scheduler in homes) + (view.handover.waiting if view.handover else 0),
+        config=view.sides[-1][1],
+        sides=[coordinator_pb2.SideStatus(role=role, config=config) for role, config in view.sides],
         state=state,
         step_times=meter.report(),
         step_counts=[
             coordinator_pb2.StepCount(decode_mode=mode_on_wire(mode), gather=gather_on_wire(gather), steps=steps)
             for (mode, gather), steps in sorted(meter.ways.items(), key=lambda item: (item[0][0].value, item[0][1].value))
         ],
-        kv_capacity_tokens=sum(group_capacity_tokens(layout, home.pool_blocks) for home in sets),
+        kv_capacity_tokens=sum(group_capacity_tokens(view.outputs, home.pool_blocks) for home in view.homes),
     )
     status.links.extend(link for home in sets for link in _links(home))
-    status.prefix_cache.hit_unit_tokens = layout.virtual_block_size
+    status.prefix_cache.hit_unit_tokens = view.prompts.virtual_block_size
     for name in ("queried_tokens", "hit_tokens", "recomputed_tokens", "preemptions"):
         setattr(status.prefix_cache, name, sum(getattr(counters, name) for counters in stats))
+    if view.handover is not None:
+        status.transfers.CopyFrom(view.handover.stats.report())
     return status
+
+
+def _group_name(home: RankSet, name: str) -> str:
+    """The sides count their groups alike."""
+    return name if home.spec.role == MIXED else f"{home.spec.role}.{name}"
 
 
 def _links(home: RankSet) -> list[coordinator_pb2.LinkStatus]:
@@ -59,7 +83,7 @@ def _links(home: RankSet) -> list[coordinator_pb2.LinkStatus]:
     rates = home.engine.pricing.prices.rates
     return [
         coordinator_pb2.LinkStatus(
-            group=home.spec.replica_group or "",
+            group=_group_name(home, home.spec.replica_group or ""),
             measured_latency_us=1e6 * measured.latency_s,
             measured_bytes_per_s=1 / measured.s_per_byte,
             latency_us=1e6 * rates.round,
@@ -71,7 +95,7 @@ def _links(home: RankSet) -> list[coordinator_pb2.LinkStatus]:
 def _rank(home: RankSet, seat: Seat) -> coordinator_pb2.RankStatus:
     status = coordinator_pb2.RankStatus(
         rank=seat.rank,
-        role="mixed",
+        role=home.spec.role,
         state=seat.state,
         instance=seat.last_instance,
         pid=seat.last_pid,

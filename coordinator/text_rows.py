@@ -2,12 +2,16 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from coordinator.detokenizer import Detokenizer
 from coordinator.request import Request
 from coordinator.stream import RequestStream
 from cp_wire.logs import get_logger
 from cp_wire.pb import common_pb2
+
+if TYPE_CHECKING:
+    from coordinator.relay import Relay
 
 log = get_logger("coordinator.text")
 
@@ -25,6 +29,10 @@ class LiveRequest:
     committed_end: bool = False
     """The scheduler has ended it; only its last text is still to come."""
     text_ended: bool = False
+    prompt_digests: list[bytes] = field(default_factory=list)
+    """`Request.digests` of the prompt as the set sees it that computes it, where that is another one than the output's."""
+    relay: "Relay | None" = None
+    """Who leads it from the one set to the other."""
 
 
 @dataclass(frozen=True, slots=True)

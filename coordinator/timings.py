@@ -33,6 +33,12 @@ class Timings:
     """Until a prompt is tokenised and checked, the wait for earlier ones included."""
     retry_s: float = 0.5
     """Before a set whose groups did not open tries again, and the advice to clients of a lost rank."""
+    lease_s: float = 30.0
+    """How long a rank keeps blocks that others read without hearing from anybody."""
+    beside_s: float = 5.0
+    """A call about KV that moves, one that carries none itself."""
+    pull_s: float = 60.0
+    """Moving one range of a request to one rank."""
     start_s: float = 600.0
     """From listening to serving."""
     stop_s: float = 2.0

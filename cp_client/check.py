@@ -9,6 +9,7 @@ from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
 from cp_layout.laws import check_heads, check_layout
+from cp_wire.side_flags import MIXED, add_side_flags, naming, sides_of
 
 
 def add_check_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
@@ -17,6 +18,7 @@ def add_check_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
     parser.add_argument("model", nargs="?", metavar="MODEL", help="Hugging Face directory or GGUF file whose heads are judged")
     add_grid_arguments(parser)
     add_layout_arguments(parser)
+    add_side_flags(parser)
     parser.add_argument("--num-attention-heads", type=integer, metavar="H", help="Q heads, when no MODEL is given")
     kv_heads = parser.add_mutually_exclusive_group()
     kv_heads.add_argument("--num-key-value-heads", type=integer, metavar="K", help="KV heads, when no MODEL is given")
@@ -25,20 +27,28 @@ def add_check_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
 
 
 def check(args: Namespace) -> int:
-    """Exit status 0 and one line of effective sizes, or 2 and the broken law on stderr."""
+    """Exit status 0 and a line of effective sizes per side, or 2 and the broken law on stderr."""
     try:
-        grid = grid_from(args)
-        layout = layout_from(args, grid.dcp)
-        check_layout(grid, layout)
         judged = _heads(args)
-        heads, mla = (None, args.mla) if judged is None else judged
-        if heads is not None:
-            check_heads(grid, *heads, mla=mla)
+        lines = [_judged(side, role, judged) for role, side in sides_of(args).items()]
     except (LayoutError, _Refused) as refusal:
         print(f"kvloom: {refusal}", file=sys.stderr)
         return REFUSED
-    print(_summary(grid, layout, heads, mla))
+    print("\n".join(lines))
     return DONE
+
+
+def _judged(args: Namespace, role: str, judged: "tuple[tuple[int, int], bool] | None") -> str:
+    """What is to be said of a legal side; `LayoutError` names the law that it breaks."""
+    heads, mla = (None, args.mla) if judged is None else judged
+    with naming(role):
+        grid = grid_from(args)
+        layout = layout_from(args, grid.dcp)
+        check_layout(grid, layout, kv_tokens_per_rank=getattr(args, "kv_cache_tokens_per_rank", None))
+        if heads is not None:
+            check_heads(grid, *heads, mla=mla)
+    summary = _summary(grid, layout, heads, mla)
+    return f"ok: {summary}" if role == MIXED else f"ok: {role}: {summary}"
 
 
 class _Refused(Exception):
@@ -76,6 +86,6 @@ def _summary(grid: Grid, layout: Layout, heads: tuple[int, int] | None, mla: boo
     elif heads is not None:
         judged = f"{heads[0]} Q heads, {heads[1]} KV heads"
     return (
-        f"ok: {grid.world_size} ranks (dp {grid.dp}, pcp {grid.pcp}, tp {grid.tp}), dcp {grid.dcp} with d {grid.dcp_in_tp}, "
+        f"{grid.world_size} ranks (dp {grid.dp}, pcp {grid.pcp}, tp {grid.tp}), dcp {grid.dcp} with d {grid.dcp_in_tp}, "
         f"block size {layout.block_size}, interleave {layout.interleave}, virtual block {layout.virtual_block_size}, {judged}"
     )

@@ -14,10 +14,12 @@ from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_wire import process
 from cp_wire.effective import settle
-from cp_wire.flags import SIZES, add_cluster_flags, cluster_argv, cluster_config_from, integer, threads_per_rank
+from cp_wire.flags import SIZES, add_cluster_flags, cluster_argv, integer, threads_per_rank
 from cp_wire.host import host_identity, local_host
 from cp_wire.host_memory import available_bytes, max_kv_blocks
 from cp_wire.logs import configure_logging
+from cp_wire.side_flags import ROLES, has_sides, sides_of
+from cp_wire.sides import sides_from
 from model_files import open_model
 
 DEFAULT_SIZES = {"pcp": 2, "dcp": 2}
@@ -69,36 +71,49 @@ def _run(cluster: Cluster) -> int:
     return process.run(main, on_second_signal=cluster.kill)
 
 
+def _give_default_sizes(args: Namespace) -> None:
+    """Those of the bundled model, to whoever has room for them and no size of its own: the cluster, or a side of it."""
+    if not has_sides(args):
+        vars(args).update(DEFAULT_SIZES)
+        return
+    for role in ROLES:
+        sizes = {f"{role}_{name}": size for name, size in DEFAULT_SIZES.items()}
+        bare = all(getattr(args, f"{role}_{name}") is None for name in SIZES)
+        if bare and getattr(args, f"{role}_ranks") == DEFAULT_SIZES["pcp"]:
+            vars(args).update(sizes)
+
+
 def cluster_spec(args: Namespace) -> ClusterSpec:
     """The commands behind the flags, after everything that can be judged from here has been: nothing has been started yet.
 
     `ConfigRefused`, `LayoutError` or `ModelRefused` names the law or the setting that stands against it.
     """
-    defaults = DEFAULT_SIZES if args.model is None else {}
-    if all(getattr(args, name) is None for name in SIZES):
-        vars(args).update(defaults)
+    if args.model is None and all(getattr(args, name) is None for name in SIZES):
+        _give_default_sizes(args)
     for name in SIZES:
         setattr(args, name, getattr(args, name) or 1)
     model = default_model_path() if args.model is None else Path(args.model)
-    grid = Grid(tp=args.tp, pcp=args.pcp, dcp=args.dcp, dp=args.dp)
-    if grid.world_size > MAX_RANKS:
-        raise LayoutError(f"{grid.world_size} ranks (dp·pcp·tp) are more than one host starts, {MAX_RANKS}")
-    args.device = local_device(args.device, grid.world_size)
+    shapes = sides_of(args)
+    ranks = sum(Grid(tp=side.tp, pcp=side.pcp, dcp=side.dcp, dp=side.dp).world_size for side in shapes.values())
+    if ranks > MAX_RANKS:
+        raise LayoutError(f"{ranks} ranks (dp·pcp·tp) are more than one host starts, {MAX_RANKS}")
+    args.device = local_device(args.device, ranks)
     shape = open_model(model).shape
-    config = settle(cluster_config_from(args), shape)
-    if config.device == "cpu":
-        bytes_per_block = shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
-        max_kv_blocks(config, bytes_per_block, available_bytes(), grid.world_size)
+    configs = [side.config for side in sides_from(args, lambda asked: settle(asked, shape))]
+    if configs[0].device == "cpu":
+        for config in configs:
+            bytes_per_block = shape.kv_bytes_per_token(config.tp, config.kv_cache_dtype) * config.block_size
+            max_kv_blocks(config, bytes_per_block, available_bytes(), ranks)
         if args.collectives == "auto" and host_identity():
             args.collectives = "shm"  # all ranks run here, as children of one process
-    threads = threads_per_rank(args.threads_per_rank, grid.world_size)
+    threads = threads_per_rank(args.threads_per_rank, ranks)
     common = ("--model", os.fspath(model), "--exit-with-stdin")
     # Everybody may be let in at the coordinator's door; the ranks talk to one another at an address they can dial.
     rank_flags = ("--host", local_host(args.host), "--device", args.device, "--threads-per-rank", str(threads))
     return ClusterSpec(
         coordinator=(sys.executable, "-m", "coordinator", *common, "--port", str(args.port), *cluster_argv(args)),
-        rank=(sys.executable, "-m", "rank_server", *common, *rank_flags, "--ranks-on-host", str(grid.world_size)),
-        num_ranks=grid.world_size,
+        rank=(sys.executable, "-m", "rank_server", *common, *rank_flags, "--ranks-on-host", str(ranks)),
+        num_ranks=ranks,
         threads_per_rank=threads,
-        register_s=max(REGISTER_S, CPU_S_TO_REGISTER * grid.world_size / len(os.sched_getaffinity(0))),
+        register_s=max(REGISTER_S, CPU_S_TO_REGISTER * ranks / len(os.sched_getaffinity(0))),
     )

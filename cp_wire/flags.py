@@ -2,11 +2,12 @@
 
 import argparse
 import os
-from collections.abc import Callable
 
 from cp_layout.laws import GATHERS
 from cp_layout.model_shape import DTYPE_BYTES
+from cp_wire.numbers import integer as integer
 from cp_wire.pb import common_pb2
+from cp_wire.side_flags import add_side_flags
 
 DTYPES = ("auto", *DTYPE_BYTES)
 DEVICES = ("auto", "cpu", "cuda")
@@ -26,23 +27,7 @@ _UNITS = {
     "gb": 10**9,
     "tb": 10**12,
 }
-_UINT32_MAX = 2**32 - 1
 _UINT64_MAX = 2**64 - 1
-
-
-def integer(minimum: int, maximum: int = _UINT32_MAX) -> Callable[[str], int]:
-    """Parser of a whole number in [minimum, maximum]."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
-        if not minimum <= value <= maximum:
-            raise argparse.ArgumentTypeError(f"{value} is outside [{minimum}, {maximum}]")
-        return value
-
-    return parse
 
 
 def byte_count(text: str) -> int:
@@ -138,10 +123,11 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         help="makes the seeds drawn for requests without one repeatable (default: drawn)",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1)")
+    add_side_flags(parser)
 
 
 def cluster_config_from(args: argparse.Namespace) -> common_pb2.ClusterConfig:
-    """The configuration the flags ask for.
+    """The configuration the flags ask for, or those of one side (`side_flags.sides_of`).
 
     `auto` dtypes and collectives, and an `interleave` and a `max_model_len` of 0, are left for `cp_wire.effective.settle`; the
     model's name and hash are the coordinator's to add. No law is checked here.

@@ -639,6 +639,100 @@ class PrefixCacheStatus(google.protobuf.message.Message):
 global___PrefixCacheStatus = PrefixCacheStatus
 
 @typing.final
+class SideStatus(google.protobuf.message.Message):
+    """Ranks of one shape and role."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ROLE_FIELD_NUMBER: builtins.int
+    CONFIG_FIELD_NUMBER: builtins.int
+    role: builtins.str
+    """prefill, decode or mixed."""
+    @property
+    def config(self) -> cp_wire.pb.common_pb2.ClusterConfig: ...
+    def __init__(
+        self,
+        *,
+        role: builtins.str = ...,
+        config: cp_wire.pb.common_pb2.ClusterConfig | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["config", b"config"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "role", b"role"]) -> None: ...
+
+global___SideStatus = SideStatus
+
+@typing.final
+class CauseCount(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CAUSE_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    cause: builtins.str
+    """A stable upper-case word."""
+    requests: builtins.int
+    def __init__(
+        self,
+        *,
+        cause: builtins.str = ...,
+        requests: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "requests", b"requests"]) -> None: ...
+
+global___CauseCount = CauseCount
+
+@typing.final
+class TransferStatus(google.protobuf.message.Message):
+    """KV that was moved from prefill to decode ranks since the coordinator started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
+    MESSAGES_FIELD_NUMBER: builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: builtins.int
+    SHARED_BYTES_FIELD_NUMBER: builtins.int
+    SECONDS_FIELD_NUMBER: builtins.int
+    RETRIES_FIELD_NUMBER: builtins.int
+    RECOMPUTED_FIELD_NUMBER: builtins.int
+    FAILED_FIELD_NUMBER: builtins.int
+    requests: builtins.int
+    """Requests whose KV came over as a whole."""
+    ranges: builtins.int
+    """Ranges of tokens, of whatever requests; messages and bytes that arrived in them, counted where they were written."""
+    messages: builtins.int
+    payload_bytes: builtins.int
+    shared_bytes: builtins.int
+    """Part of the payload that was copied from pools of the same host."""
+    seconds: builtins.float
+    """From the first call of a range to its last answer; sum over the ranges."""
+    retries: builtins.int
+    """Further attempts of ranks at single sources."""
+    @property
+    def recomputed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CauseCount]:
+        """Requests that decode ranks computed, wholly or in part, because their KV did not come."""
+
+    @property
+    def failed(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___CauseCount]:
+        """Requests that ended because their KV did not come."""
+
+    def __init__(
+        self,
+        *,
+        requests: builtins.int = ...,
+        ranges: builtins.int = ...,
+        messages: builtins.int = ...,
+        payload_bytes: builtins.int = ...,
+        shared_bytes: builtins.int = ...,
+        seconds: builtins.float = ...,
+        retries: builtins.int = ...,
+        recomputed: collections.abc.Iterable[global___CauseCount] | None = ...,
+        failed: collections.abc.Iterable[global___CauseCount] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["failed", b"failed", "messages", b"messages", "payload_bytes", b"payload_bytes", "ranges", b"ranges", "recomputed", b"recomputed", "requests", b"requests", "retries", b"retries", "seconds", b"seconds", "shared_bytes", b"shared_bytes"]) -> None: ...
+
+global___TransferStatus = TransferStatus
+
+@typing.final
 class GetStatusResponse(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -653,6 +747,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     KV_CAPACITY_TOKENS_FIELD_NUMBER: builtins.int
     STEP_COUNTS_FIELD_NUMBER: builtins.int
     LINKS_FIELD_NUMBER: builtins.int
+    SIDES_FIELD_NUMBER: builtins.int
+    TRANSFERS_FIELD_NUMBER: builtins.int
     running: builtins.int
     waiting: builtins.int
     state: builtins.str
@@ -675,6 +771,12 @@ class GetStatusResponse(google.protobuf.message.Message):
     def links(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LinkStatus]:
         """One per set that has a choice: more than one replica."""
 
+    @property
+    def sides(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SideStatus]:
+        """In a cluster of two sides `config` is that of the decode side."""
+
+    @property
+    def transfers(self) -> global___TransferStatus: ...
     def __init__(
         self,
         *,
@@ -689,9 +791,11 @@ class GetStatusResponse(google.protobuf.message.Message):
         kv_capacity_tokens: builtins.int = ...,
         step_counts: collections.abc.Iterable[global___StepCount] | None = ...,
         links: collections.abc.Iterable[global___LinkStatus] | None = ...,
+        sides: collections.abc.Iterable[global___SideStatus] | None = ...,
+        transfers: global___TransferStatus | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["config", b"config", "prefix_cache", b"prefix_cache", "step_times", b"step_times"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["config", b"config", "groups", b"groups", "kv_capacity_tokens", b"kv_capacity_tokens", "links", b"links", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "running", b"running", "state", b"state", "step_counts", b"step_counts", "step_times", b"step_times", "waiting", b"waiting"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["config", b"config", "prefix_cache", b"prefix_cache", "step_times", b"step_times", "transfers", b"transfers"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "groups", b"groups", "kv_capacity_tokens", b"kv_capacity_tokens", "links", b"links", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "running", b"running", "sides", b"sides", "state", b"state", "step_counts", b"step_counts", "step_times", b"step_times", "transfers", b"transfers", "waiting", b"waiting"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
 

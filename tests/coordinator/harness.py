@@ -17,6 +17,7 @@ from cp_wire import errors
 from cp_wire.channels import open_channel
 from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
+from cp_wire.sides import Side
 from tests.coordinator.fake_rank import EOS, MODEL_HASH, VOCAB, FakeRank
 from tests.coordinator.room import Room
 
@@ -227,7 +228,7 @@ async def cluster(
     room = Room()
     for rank in everyone:
         rank.room = room
-    coordinator = Coordinator(settled, SHAPE, FakeText(), options or Options(), timings)
+    coordinator = Coordinator([Side(settled)], SHAPE, FakeText(), options or Options(), timings)
     async with coordinator.running() as address, open_channel(address, "prompt") as channel:
         harness = Harness(coordinator, address, everyone, channel)
         try:

@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from coordinator.app import Options
-from coordinator.engine import Engine, _collect
+from coordinator.engine import Engine
 from coordinator.faults import CommandFailed, CommandTimedOut
+from coordinator.lane import collect
 from cp_wire import errors
 from cp_wire.pb import coordinator_pb2
 from tests.coordinator.fake_rank import continuation
@@ -195,8 +196,8 @@ def answers(*results):
 
 
 async def test_answers_that_come_in_the_turn_in_which_their_time_ends_count():
-    assert await _collect(*answers("a", "b"), 0) == ["a", "b"]
+    assert await collect(*answers("a", "b"), 0) == ["a", "b"]
     with pytest.raises(CommandFailed, match="rank 11: OUT_OF_MEMORY in step"):
-        await _collect(*answers("a", CommandFailed(11, "step", "OUT_OF_MEMORY", "no")), 0)
+        await collect(*answers("a", CommandFailed(11, "step", "OUT_OF_MEMORY", "no")), 0)
     with pytest.raises(CommandTimedOut, match="rank 11: no result of a step within"):
-        await _collect(*answers("a", None, None), 0)
+        await collect(*answers("a", None, None), 0)

@@ -13,7 +13,7 @@ ONE = Layout(1, 4, 4)
 
 
 def request_of(handle: int, prompt: list[int], max_tokens: int = 4, **fields) -> Request:
-    return Request(handle, f"r{handle}", prompt, Sampling(max_tokens=max_tokens, **fields))
+    return Request(handle, f"r{handle}", prompt, Sampling(max_tokens=max_tokens), **fields)
 
 
 def scheduler_of(layout: Layout = ONE, blocks: int = 8, seats: int = 4) -> Scheduler:
@@ -135,8 +135,7 @@ def test_g1_a_reservation_that_can_never_fit_is_refused():
 def test_a_completion_is_reserved_when_its_leaders_prompt_is_there():
     scheduler = scheduler_of()
     leader = request_of(1, list(range(12)))
-    follower = request_of(2, list(range(12)))
-    follower.leader = leader
+    follower = request_of(2, list(range(12)), leader=leader)
     scheduler.reserve(leader)
     assert scheduler.reserve(follower) is None
     leader.output.append(5)
@@ -161,10 +160,9 @@ def test_an_arrived_request_can_be_aborted_a_reserved_one_only_cancelled():
 
 def test_fail_all_ends_reserved_arrived_and_held_requests():
     scheduler = scheduler_of()
-    requests = [request_of(handle, [handle]) for handle in (1, 2, 3)]
+    requests = [request_of(handle, [handle], is_leased=handle == 3) for handle in (1, 2, 3)]
     scheduler.add(requests[2])
     run(scheduler)
-    scheduler.lease(3)
     scheduler.abort(3)
     for request in requests[:2]:
         scheduler.reserve(request)
@@ -179,10 +177,9 @@ def test_fail_all_ends_reserved_arrived_and_held_requests():
 @pytest.mark.parametrize("how", ["length", "abort", "abort in flight"])
 def test_h3_leased_blocks_stay_held_after_their_request(how):
     scheduler = scheduler_of(blocks=4)
-    request = request_of(1, list(range(9)), 2 if how == "length" else 5)
+    request = request_of(1, list(range(9)), 2 if how == "length" else 5, is_leased=True)
     scheduler.add(request)
     run(scheduler)
-    scheduler.lease(1)
     if how == "length":
         run(scheduler)
     elif how == "abort":
@@ -206,10 +203,9 @@ def test_h3_leased_blocks_stay_held_after_their_request(how):
 
 def test_blocks_under_lease_are_not_taken_away_and_the_older_request_waits_for_them():
     scheduler = scheduler_of(blocks=4)
-    old, young = request_of(1, [1] * 4, 9), request_of(2, [2] * 7, 2)
+    old, young = request_of(1, [1] * 4, 9), request_of(2, [2] * 7, 2, is_leased=True)
     scheduler.add(old, young)
     run(scheduler)
-    scheduler.lease(2)
     for _ in range(4):
         run(scheduler)
     assert young.finish_reason == "length" and scheduler.free_blocks == (0,)
@@ -223,11 +219,9 @@ def test_blocks_under_lease_are_not_taken_away_and_the_older_request_waits_for_t
 
 def test_a_leased_request_is_no_victim():
     scheduler = scheduler_of(blocks=4)
-    old, young = request_of(1, [1] * 4, 9), request_of(2, [2] * 5, 9)
+    old, young = (request_of(handle, [handle] * (3 + handle), 9, is_leased=True) for handle in (1, 2))
     scheduler.add(old, young)
     run(scheduler)
-    scheduler.lease(2)
-    scheduler.lease(1)
     while (step := scheduler.schedule()) is not None:
         scheduler.commit(step, {row.handle: 7 for row in step.rows})
     assert (old.state, young.state) == (State.RUNNING, State.RUNNING)
@@ -237,11 +231,16 @@ def test_a_leased_request_is_no_victim():
     assert (old.state, young.state) == (State.RUNNING, State.WAITING)
 
 
-def test_only_what_runs_is_leased():
+def test_a_lease_that_ends_before_its_request_leaves_nothing_held():
     scheduler = scheduler_of()
-    scheduler.add(request_of(1, [1]))
-    with pytest.raises(ValueError, match="does not run"):
-        scheduler.lease(1)
+    waits, runs = (request_of(handle, [handle], is_leased=True) for handle in (1, 2))
+    scheduler.add(runs)
+    run(scheduler)
+    scheduler.add(waits)
+    for request in (waits, runs):
+        scheduler.end_lease(request.handle)
+        scheduler.abort(request.handle)
+    assert scheduler.free_blocks == (8,)
 
 
 def test_a_prompts_set_preempts_nobody():
