@@ -1,7 +1,7 @@
 """The calls that bring the KV of one request from the ranks of one set to those of another."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.cluster import SchedulingSet
@@ -86,13 +86,23 @@ class KvMover:
 
     async def end_pulls(self) -> bool:
         """Whether no target rank writes anything of the session any more."""
-        request = rank_pb2.EndPullRequest(session=self._session, epoch=self._target.epoch)
-        return all(await asyncio.gather(*(self._ended(link.end_pull, link, request) for link in self._target.links.values())))
+
+        async def end(link: RankLink) -> None:
+            await link.end_pull(
+                rank_pb2.EndPullRequest(session=self._session, epoch=self._target.epoch), self._timings.beside_s
+            )
+
+        return await self._all_ended(self._target, end)
 
     async def end_leases(self) -> bool:
         """Whether no source rank reads anything of the session any more that a target would believe."""
-        request = rank_pb2.EndLeaseRequest(session=self._session, epoch=self._source.epoch)
-        return all(await asyncio.gather(*(self._ended(link.end_lease, link, request) for link in self._source.links.values())))
+
+        async def end(link: RankLink) -> None:
+            await link.end_lease(
+                rank_pb2.EndLeaseRequest(session=self._session, epoch=self._source.epoch), self._timings.beside_s
+            )
+
+        return await self._all_ended(self._source, end)
 
     async def _lease(self, tables: Tables) -> None:
         targets = range(len(self._target.spec.ranks))
@@ -156,16 +166,20 @@ class KvMover:
             raise MoveError(link.rank, failure.reason, failure.transient, failure.message)
         return response
 
-    async def _ended(self, call: Callable[..., object], link: RankLink, request: object) -> bool:
-        """Whether the rank has ended its part; one of another epoch has nothing left of the session."""
-        try:
-            await call(request, self._timings.beside_s)  # type: ignore[misc]
-        except Stale:
+    async def _all_ended(self, side: End, end: Callable[[RankLink], Awaitable[None]]) -> bool:
+        """Whether every rank has ended its part; one of another epoch has nothing left of the session."""
+
+        async def one(link: RankLink) -> bool:
+            try:
+                await end(link)
+            except Stale:
+                return True
+            except KvloomError as error:
+                log.warning("a transfer was not ended", session=self._session, rank=link.rank, why=error.message)
+                return False
             return True
-        except KvloomError as error:
-            log.warning("a transfer was not ended", session=self._session, rank=link.rank, why=error.message)
-            return False
-        return True
+
+        return all(await asyncio.gather(*(one(link) for link in side.links.values())))
 
 
 def _side_message(side: Side, shard_offset: int) -> kv_transfer_pb2.KvSide:

@@ -21,6 +21,7 @@ from cp_wire.channels import open_channel
 from cp_wire.identity import PROTOCOL_VERSION, new_instance
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc, rank_pb2, rank_pb2_grpc
 from cp_wire.serve import Server
+from tests.coordinator.fake_kv import PROCESSES, FakeKv, KvCalls
 from tests.coordinator.room import PeerGone, Room
 
 VOCAB = 96
@@ -57,7 +58,7 @@ class Held:
     """Its cached tokens, where the admission names them."""
 
 
-class FakeRank(rank_pb2_grpc.RankServiceServicer):
+class FakeRank(KvCalls, rank_pb2_grpc.RankServiceServicer):
     """One process. Faults are switched on from outside; `steps` holds every plan it ran."""
 
     def __init__(self, rank: int, max_kv_blocks: int = 64) -> None:
@@ -93,16 +94,26 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         self.measured: list[int] = []
         """Payloads of the exchanges that were timed."""
         self.config: common_pb2.ClusterConfig | None = None
+        self.role_first = 0
+        self.index = rank
+        """On its side's grid."""
+        self.kv = FakeKv(self)
         self._epoch = 0
         self._running = 0
         self._last_progress = time.monotonic()
         self._server: Server | None = None
+
+    @property
+    def set_index(self) -> int:
+        """DP index on its side."""
+        return self._grid.coords(self.index).dp
 
     # -- life
 
     async def start(self, coordinator: str) -> None:
         """Listens and registers; raises the KvloomError of a refused registration."""
         self.room.enter(self.rank)
+        PROCESSES[self.instance] = self
         self._server = Server("127.0.0.1", 0, "prompt")
         self._server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, self, "kvloom.v1.RankService")
         address = await self._server.start()
@@ -124,6 +135,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
     async def die(self) -> None:
         """The process is gone: its sockets close."""
         self.room.leave(self.rank)
+        PROCESSES.pop(self.instance, None)
         if self._server is not None:
             await self._server.stop(0)
 
@@ -207,6 +219,8 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
             raise Refused("configured twice")
         self.config = request.configure.config
         self.pool_is_settled = request.configure.pool_is_settled
+        self.role_first = request.configure.first_rank
+        self.index = self.rank - self.role_first
         self._grid = Grid(self.config.tp, self.config.pcp, self.config.dcp, self.config.dp)
         self._layout = Layout(self.config.dcp, self.config.interleave, self.config.block_size)
         response.configured.config.CopyFrom(self.config)
@@ -244,12 +258,13 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         self.groups.clear()
         self.sequences.clear()
         self.memory.clear()
+        self.kv.reset()
         response.reset_done.SetInParent()
 
     def _step(self, request: rank_pb2.ExecuteRequest, response: rank_pb2.ExecuteResponse) -> None:
         plan = request.step
         named = self._grid.named_groups()
-        wanted = {name for name, ranks in named.items() if len(ranks) > 1 and self.rank in ranks}
+        wanted = {name for name, ranks in named.items() if len(ranks) > 1 and self.index in ranks}
         if set(self.groups) != wanted:
             raise Refused(f"groups {sorted(self.groups)} are open, {sorted(wanted)} are needed")
         for handle in plan.released:
@@ -266,7 +281,7 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         for row in plan.rows:
             self._row(row, cached.get(row.handle, 0), response.step)
         response.step.ticket = plan.ticket
-        member = self._grid.dcp_member(self.rank)
+        member = self._grid.dcp_member(self.index)
         entries = sum(len(held.tables[member]) for held in self.sequences.values())
         response.step.blocks_in_use = entries + self.count_wrong
         self.steps.append(plan)
@@ -286,9 +301,11 @@ class FakeRank(rank_pb2_grpc.RankServiceServicer):
         if row.start != len(sequence.tokens):
             raise Refused(f"row of {row.handle} starts at {row.start}, {len(sequence.tokens)} tokens are here")
         for token in row.token_ids:
-            self.memory[self._slot(sequence, len(sequence.tokens))] = token
+            slot = self._slot(sequence, len(sequence.tokens))
+            self.kv.check_write(slot)
+            self.memory[slot] = token
             sequence.tokens.append(token)
-        place = self._grid.coords(self.rank)
+        place = self._grid.coords(self.index)
         if row.score_token_ids and place.pcp == place.tp == 0:
             positions = [common_pb2.PositionLogprobs(sampled=-float(token)) for token in row.score_token_ids]
             kept = positions[self.drop_scores :]

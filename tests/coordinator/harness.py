@@ -17,7 +17,8 @@ from cp_wire import errors
 from cp_wire.channels import open_channel
 from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
-from cp_wire.sides import Side
+from cp_wire.side_flags import MIXED
+from cp_wire.sides import in_order
 from tests.coordinator.fake_rank import EOS, MODEL_HASH, VOCAB, FakeRank
 from tests.coordinator.room import Room
 
@@ -35,6 +36,9 @@ FAST = Timings(
     text_s=5.0,
     encode_s=5.0,
     retry_s=0.02,
+    lease_s=2.0,
+    beside_s=1.0,
+    pull_s=2.0,
     start_s=5.0,
     stop_s=0.2,
 )
@@ -142,7 +146,8 @@ class Harness:
 
     @property
     def home(self):
-        return self.coordinator.sets[0]
+        """The set that outputs are computed on."""
+        return self.coordinator.sets[-1]
 
     @property
     def scheduler(self):
@@ -175,7 +180,8 @@ class Harness:
         """Until the ranks have forgotten every request and all blocks are free."""
         await eventually(
             lambda: (
-                not any(rank.sequences for rank in self.ranks) and set(self.scheduler.free_blocks) == {self.home.pool_blocks}
+                not any(rank.sequences or rank.kv.open for rank in self.ranks)
+                and all(set(home.serving.scheduler.free_blocks) == {home.pool_blocks} for home in self.coordinator.sets)
             )
         )
 
@@ -220,15 +226,20 @@ async def cluster(
     timings: Timings = FAST,
     wait: bool = True,
     options: Options | None = None,
+    prefill: dict[str, object] | None = None,
     **config: object,
 ) -> AsyncIterator[Harness]:
+    """prefill: what differs on a side of its own for prompts; None = there is none."""
     settled = cluster_config(**config)
-    world = settled.tp * settled.pcp * settled.dp
+    sides = in_order({MIXED: settled})
+    if prefill is not None:
+        sides = in_order({"prefill": cluster_config(**(config | prefill)), "decode": settled})
+    world = sum(side.grid.world_size for side in sides)
     everyone = list(ranks) if ranks is not None else [FakeRank(rank) for rank in range(world)]
     room = Room()
     for rank in everyone:
         rank.room = room
-    coordinator = Coordinator([Side(settled)], SHAPE, FakeText(), options or Options(), timings)
+    coordinator = Coordinator(sides, SHAPE, FakeText(), options or Options(), timings)
     async with coordinator.running() as address, open_channel(address, "prompt") as channel:
         harness = Harness(coordinator, address, everyone, channel)
         try:
