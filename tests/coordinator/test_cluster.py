@@ -32,6 +32,13 @@ def test_each_dp_index_is_a_set_of_its_own_and_group_numbers_run_on():
         second.member_of(1)
 
 
+def test_a_side_counts_from_its_first_rank_and_its_groups_keep_their_names():
+    (only,) = scheduling_sets(Grid(tp=2, pcp=2, dcp=2), "decode", 3)
+    assert (only.ranks, only.members, only.role, only.first_rank) == ((3, 4, 5, 6), (0, 0, 1, 1), "decode", 3)
+    assert only.groups == {"tp:0": (3, 4), "tp:1": (5, 6), "dcp:0": (3, 5), "dcp:1": (4, 6), "wide:0": (3, 5, 4, 6)}
+    assert only.replica_group == "dcp:0" and only.member_of(5) == 1
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1, 3), (3, 1, 3, 2), (2, 2, 2, 2), (4, 2, 4, 2), (2, 3, 1, 2)])
 def test_sets_and_their_groups_cover_the_grid_once(shape):
     grid = Grid(*shape)

@@ -51,6 +51,46 @@ def test_the_bundled_model_runs_on_two_ranks_unless_a_size_is_given(model, monke
     assert spec("-tp", "2").num_ranks == 2
 
 
+SIDES = ["--prefill-ranks", "2", "--prefill.pcp", "2", "--prefill.dcp", "2", "--decode-ranks", "1"]
+
+
+def test_sides_have_ranks_of_their_own(model):
+    got = spec(model, *SIDES, "--kv-load-failure-policy", "fail")
+    assert got.num_ranks == 3
+    assert value(got.rank, "--ranks-on-host") == "3"
+    for flag, expected in (("--prefill-ranks", "2"), ("--decode-ranks", "1"), ("--prefill.pcp", "2")):
+        assert value(got.coordinator, flag) == expected
+    assert value(got.coordinator, "--kv-load-failure-policy") == "fail"
+
+
+def test_sides_of_the_bundled_model_have_its_shape_where_they_have_room_for_it(model, monkeypatch):
+    monkeypatch.setattr(up_command, "default_model_path", lambda: model)
+    got = spec("--prefill-ranks", "2", "--decode-ranks", "2")
+    assert got.num_ranks == 4
+    assert all(value(got.coordinator, f"--{role}.{size}") == "2" for role in ("prefill", "decode") for size in ("pcp", "dcp"))
+    got = spec(*SIDES)
+    assert value(got.coordinator, "--prefill.dcp") == "2" and "--decode.dcp" not in got.coordinator
+    assert "--prefill.pcp" not in spec("--prefill-ranks", "2", "--prefill.tp", "2", "--decode-ranks", "1").coordinator
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--prefill-ranks", "2", "--decode-ranks", "1"], "the prefill side has 2 ranks (--prefill-ranks)"),
+        ([*SIDES, "--decode.tp", "2"], "the decode side has 1 ranks (--decode-ranks)"),
+        (
+            ["--prefill-ranks", "3", "--prefill.tp", "3", "--decode-ranks", "1"],
+            "prefill side: 4 Q heads cannot be cut over tp 3",
+        ),
+        (["--prefill.tp", "2"], "--prefill.tp 2 is for a side of its own"),
+    ],
+)
+def test_j2_sides_that_do_not_fit_are_refused(model, words, said, capsys, nothing_starts):
+    assert main(["up", str(model), *words]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+
+
 def test_flags_reach_the_processes(model):
     words = "-tp 4 -dcp 2 --block-size 8 --port 5000 --host 127.0.0.2 --device cpu --dtype float32 --kv-cache-memory-bytes 1MiB"
     got = spec(model, *words.split())
