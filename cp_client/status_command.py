@@ -66,7 +66,19 @@ def _ways(facts: dict[str, Any]) -> list[str]:
             f"{link[f'{when}latency_us']:.0f} µs, {link[f'{when}bytes_per_s'] / 1e9:.2f} GB/s" for when in ("", "measured_")
         )
         lines.append(f"link {link['group']}: {now} (measured at the start: {then})")
-    return lines
+    return [*lines, *_moved(facts["transfers"])]
+
+
+def _moved(transfers: dict[str, Any]) -> list[str]:
+    """What went from prefill to decode ranks, and what did not; nothing in a cluster of one side."""
+    counts = {
+        word: ", ".join(f"{each['cause']} {each['requests']}" for each in transfers[word]) for word in ("recomputed", "failed")
+    }
+    trouble = [f"{word} after {causes}" for word, causes in counts.items() if causes]
+    if not transfers["ranges"] and not trouble:
+        return []
+    size = f"{transfers['payload_bytes'] / 1e6:.1f} MB in {transfers['messages']} messages, {transfers['seconds']:.1f} s"
+    return ["; ".join([f"KV moved for {transfers['requests']} requests: {size}", *trouble])]
 
 
 def _gather(word: str) -> str:

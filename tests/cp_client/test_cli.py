@@ -256,6 +256,27 @@ def test_status_says_how_steps_were_computed_and_what_a_link_costs(fake, target,
     assert document["links"][0]["measured_latency_us"] == 48.8
 
 
+def test_status_says_what_moved_between_the_sides(fake, target, capsys):
+    fake.status = status_message()
+    transfers = fake.status.transfers
+    transfers.requests, transfers.ranges, transfers.messages, transfers.payload_bytes, transfers.seconds = (
+        3,
+        7,
+        12,
+        4_200_000,
+        0.31,
+    )
+    assert main(["status", "--target", target]) == 0
+    assert "KV moved for 3 requests: 4.2 MB in 12 messages, 0.3 s\n" in capsys.readouterr().out
+    transfers.recomputed.add(cause="UNAVAILABLE", requests=2)
+    transfers.failed.add(cause="CORRUPTED", requests=1)
+    assert main(["status", "--target", target]) == 0
+    assert "0.3 s; recomputed after UNAVAILABLE 2; failed after CORRUPTED 1" in capsys.readouterr().out
+    assert main(["status", "--target", target, "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["transfers"]["recomputed"] == [{"cause": "UNAVAILABLE", "requests": 2}]
+
+
 def test_status_of_nobody(capsys):
     assert main(["status", "--target", "127.0.0.1:1", "--json"]) == 1
     captured = capsys.readouterr()

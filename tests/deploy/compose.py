@@ -13,7 +13,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 FILE = ROOT / "docker-compose.yml"
-PROFILES = ("cpu", "gpu")
+PROFILES = ("cpu", "pd", "gpu")
 CHECK_DEADLINE_S = 120.0
 STOP_DEADLINE_S = 30.0
 

@@ -3,14 +3,16 @@
 import json
 import subprocess
 import sys
+from itertools import combinations
 
 import pytest
 import torch
 
 from coordinator.__main__ import build_parser as coordinator_parser
 from cp_client.default_model import DEFAULT_MODEL
-from cp_wire.effective import grid_of, settle
+from cp_wire.effective import settle
 from cp_wire.flags import cluster_config_from
+from cp_wire.sides import sides_from
 from model_files import open_model
 from rank_server.__main__ import build_parser as rank_parser
 from rank_server.collectives.table import backends
@@ -20,7 +22,7 @@ from tests.model_files.tiny_checkpoint import write_gguf
 
 @pytest.fixture(scope="module")
 def configs(tmp_path_factory):
-    """Both profiles by name."""
+    """All profiles by name."""
     return {profile: parsed(profile, tmp_path_factory.mktemp("home")) for profile in PROFILES}
 
 
@@ -49,7 +51,8 @@ def test_without_a_profile_nothing_starts(tmp_path):
 
 
 def test_profiles_share_no_service(configs):
-    assert not configs["cpu"]["services"].keys() & configs["gpu"]["services"].keys()
+    for one, other in combinations(PROFILES, 2):
+        assert not configs[one]["services"].keys() & configs[other]["services"].keys()
 
 
 def test_the_container_is_hardened(services):
@@ -101,7 +104,7 @@ def test_ranks_start_when_their_coordinator_listens(services):
 def test_the_ranks_are_those_the_coordinator_expects(services):
     coordinator, command, ranks = split(services)
     args = coordinator_parser().parse_args(command[3:])
-    world = grid_of(cluster_config_from(args)).world_size
+    world = sum(side.grid.world_size for side in sides_from(args, lambda asked: asked))
     seats = [rank_parser().parse_args(words[3:]) for words in ranks.values()]
     assert sorted(seat.rank for seat in seats) == list(range(world))
     for name, seat in zip(ranks, seats, strict=True):

@@ -1,4 +1,4 @@
-"""The cpu profile's own commands and health checks as processes: start order, tokens, restarts."""
+"""The own commands and health checks of the profiles for CPUs as processes: start order, tokens, restarts."""
 
 import random
 import signal
@@ -45,3 +45,17 @@ def test_cpu_services_start_serve_and_come_back(tmp_path):
         services.up()
         services.until_passes("coordinator", serving)
         right_tokens(client)
+
+
+def test_pd_services_start_and_move_what_they_compute(tmp_path):
+    path = build_tiny_llama(tmp_path / "models" / "tiny", heads=8, kv_heads=2)
+    variables = {"KVLOOM_MODELS": str(path.parent), "KVLOOM_MODEL": path.name, "KVLOOM_KV_CACHE_MEMORY": "1MiB"}
+    config = parsed("pd", tmp_path, **variables)
+    prompt = [random.Random(4).randrange(200) for _ in range(70)]
+    with local_services(config, tmp_path) as services, Client(services.target("coordinator-pd")) as client:
+        services.until_passes("coordinator-pd", ["python", "-m", "cp_wire.healthcheck", "coordinator-pd:50051"])
+        got = client.complete(token_ids=prompt, max_tokens=6, temperature=0.0, ignore_eos=True)
+        assert list(got.token_ids) == greedy_reference(path, prompt, 6)
+        status = client.status()
+        assert [rank.role for rank in status.ranks] == ["prefill", "prefill", "decode"]
+        assert status.transfers.requests == 1 and not status.transfers.recomputed
