@@ -30,9 +30,10 @@ up: $(VENV)/.installed-rank
 test: $(VENV)/.installed-dev
 	$(BIN)/pytest $(ARGS)
 
-# The full products and the real-process matrix.
+# The real-process matrix, then the full products: these keep one core busy each, so there are as many workers as cores.
 sweep: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "sweep and not gpu" $(ARGS)
+	$(BIN)/pytest -m "sweep and cluster" $(ARGS)
+	$(BIN)/pytest -m "sweep and not cluster and not gpu" --numprocesses auto --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
