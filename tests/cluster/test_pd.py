@@ -82,6 +82,27 @@ def test_unequal_layouts_mixed_lengths_and_prefix_hits(tmp_path, model):
         running.wait_for(running.all_blocks_free, 30, "all blocks free")
 
 
+def test_draws_penalties_and_completions_do_not_notice_the_border(tmp_path, model):
+    rng = random.Random(11)
+    prompts = [[rng.randrange(200) for _ in range(length)] for length in (5, 40, 64)]
+    wanted = {"temperature": 1.0, "seed": 3, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2}
+
+    def answers(*flags: str) -> list[list[tuple[int, ...]]]:
+        with kvloom_up(str(model), *flags, *SMALL, log=tmp_path / "stderr") as running:
+            found = []
+            for prompt in prompts:
+                tokens: dict[int, list[int]] = {}
+                for event in running.client.generate(token_ids=prompt, max_tokens=10, ignore_eos=True, n=3, **wanted):
+                    tokens.setdefault(event.index, []).extend(event.token_ids)
+                found.append([tuple(tokens[index]) for index in range(3)])
+            running.wait_for(running.all_blocks_free, 30, "all blocks free")
+            return found
+
+    apart = answers(*SIDES)
+    assert apart == answers()
+    assert len(set(apart[0])) > 1
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_h19_a_prefill_rank_killed_in_the_middle_of_a_move(tmp_path, model, policy):
     prompt = [random.Random(7).randrange(200) for _ in range(3500)]

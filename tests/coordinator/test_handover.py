@@ -464,3 +464,55 @@ async def test_an_end_that_is_no_end_for_the_prompts_side():
         assert EOS not in heard.token_ids and heard.token_ids == continuation(PROMPT[:5], 4)
         assert rows_of(harness.ranks[0])[0].ban_stop and rows_of(harness.ranks[1])[0].ban_stop
         assert not rows_of(harness.ranks[1])[1].ban_stop
+
+
+async def test_h19_a_row_that_fails_on_the_prompts_side_ends_its_request_alone():
+    async with cluster(prefill={}) as harness:
+        source = harness.ranks[0]
+        source.fail_rows[1] = "logits are not finite"
+        bad, good = await asyncio.gather(harness.generate(PROMPT), harness.generate(PROMPT[:7]))
+        assert isinstance(bad.error, errors.Internal) and bad.error.message == "logits are not finite"
+        assert good.token_ids == continuation(PROMPT[:7], 8)
+        await harness.until_idle()
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_h4_a_frozen_rank_in_the_middle_of_a_move_keeps_no_block_from_the_others(side):
+    async with cluster(prefill={"pcp": 2, "dcp": 2}, timings=replace(FAST, poll_deadline_s=0.3, beside_s=0.2)) as harness:
+        target = harness.ranks[2]
+        target.kv.gate.clear()
+        call = asyncio.create_task(harness.generate(PROMPT))
+        await eventually(lambda: target.kv.writing and len(harness.ranks[0].steps) >= 3)
+        victim = harness.ranks[1 if side == "prefill" else 2]
+        victim.frozen = True
+        await harness.until(lambda status: status.state == "degraded")
+        if side == "prefill":
+            target.kv.gate.set()
+            assert (await call).token_ids == continuation(PROMPT, 8)
+        else:
+            assert "rank 2" in (await call).error.message
+        await victim.die()
+        await harness.replace(victim.rank)
+        await harness.until(lambda status: status.state == "serving")
+        assert (await harness.generate(PROMPT)).token_ids == continuation(PROMPT, 8)
+        await harness.until_idle()
+
+
+async def test_h4_fifty_clients_leave_while_the_prompts_side_is_lost():
+    async with cluster(prefill={}, max_num_seqs=8) as harness:
+        target = harness.ranks[1]
+        target.kv.gate.clear()
+        calls = [harness.call([*PROMPT, number]) for number in range(50)]
+        tasks = [asyncio.create_task(listen(call)) for call in calls]
+        await harness.until_active(50)
+        await eventually(lambda: target.kv.writing)
+        await harness.ranks[0].die()
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        target.kv.gate.set()
+        await harness.replace(0)
+        await harness.until(lambda status: status.state == "serving")
+        await harness.until_idle()
+        assert (await harness.generate(PROMPT)).token_ids == continuation(PROMPT, 8)
+        await harness.until_idle()
