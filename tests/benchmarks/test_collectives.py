@@ -26,6 +26,7 @@ def test_every_operation_and_size_is_compared_under_both_backends():
 
 
 @pytest.mark.cluster
+@pytest.mark.sweep
 def test_the_summary_has_a_line_per_operation_and_size():
     heading, *lines = run().splitlines()
     assert heading.startswith("3 members, 4 calls each")

@@ -8,6 +8,7 @@ import pytest
 
 
 @pytest.mark.cluster
+@pytest.mark.sweep
 def test_every_length_is_measured_in_every_way():
     command = [sys.executable, "-m", "benchmarks.prefill", "--json", "--prompts", "9,40", "--runs", "1"]
     document = json.loads(subprocess.run(command, capture_output=True, text=True, timeout=240, check=True).stdout)

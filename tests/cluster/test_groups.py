@@ -22,8 +22,10 @@ KINDS = {
     "on-all-addresses": (["-tp", "2", "--host", "0.0.0.0", "--collectives", "gloo"], {"heads": 8, "kv_heads": 2}),
 }
 
+ALWAYS = ("tp", "dcp-over-tp-and-pcp", "pcp-without-dcp", "over-tcp", "in-shared-memory", "dp")
 
-@pytest.mark.parametrize("kind", KINDS)
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ALWAYS else pytest.mark.sweep) for kind in KINDS])
 def test_tokens_of_the_oracle(tmp_path, kind):
     flags, model = KINDS[kind]
     path = build_tiny_llama(tmp_path / "model", **model)

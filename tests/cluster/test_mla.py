@@ -22,7 +22,10 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALWAYS = ("latents over tp members", "queries over replicas")
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in ALWAYS else pytest.mark.sweep) for kind in KINDS])
 def test_tokens_of_the_oracle(tmp_path, kind):
     name, flags = KINDS[kind]
     path = build_tiny_model(tmp_path / "model", **MODELS[name])

@@ -61,18 +61,18 @@ def test_tokens_are_those_of_the_reference(tiny, monkeypatch, recorder, grid, us
 def on_the_gpu_that_is_not_there(method):
     """A command of an executor, on whatever thread it runs, as on a GPU."""
 
-    def command(self, *args):
+    def command(self, *args, **settings):
         with PretendGpu(GPU):
-            return method(self, *args)
+            return method(self, *args, **settings)
 
     return command
 
 
 @pytest.fixture
 def pretended(monkeypatch):
-    def configure(self, config, *args):
+    def configure(self, config, *args, **settings):
         config.device = "cuda"
-        return original(self, config, *args)
+        return original(self, config, *args, **settings)
 
     original = Executor.configure
     for name, method in {"configure": configure, "allocate_pool": Executor.allocate_pool, "step": Executor.step}.items():
