@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import pytest
 
+from coordinator import text_worker
 from coordinator.app import Options
+from coordinator.text_rows import to_text
 from cp_wire import errors
 from cp_wire.pb import rank_pb2
 from tests.coordinator.fake_kv import BYTES_PER_TOKEN
 from tests.coordinator.fake_rank import EOS, FakeRank, continuation
 from tests.coordinator.harness import FAST, cluster, eventually, listen
+from tests.coordinator.test_text_delivery import blocked
 
 ONE = {"tp": 1, "pcp": 1, "dcp": 1}
 FAIL = Options(recompute_lost_kv=False)
@@ -515,4 +518,24 @@ async def test_h4_fifty_clients_leave_while_the_prompts_side_is_lost():
         await harness.until(lambda status: status.state == "serving")
         await harness.until_idle()
         assert (await harness.generate(PROMPT)).token_ids == continuation(PROMPT, 8)
+        await harness.until_idle()
+
+
+async def test_text_that_is_stuck_ends_the_request_on_both_sides(monkeypatch):
+    async with cluster(prefill={}, timings=replace(FAST, text_s=0.2)) as harness:
+        harness.ranks[1].kv.gate.clear()
+        with blocked(monkeypatch, text_worker, "to_text", to_text):
+            heard = await harness.generate(PROMPT)
+            assert heard.error.message == "the text thread has finished nothing for 0.2 s"
+        harness.ranks[1].kv.gate.set()
+        await harness.until(lambda status: status.state == "serving")
+        await harness.until_idle()
+        assert (await harness.generate(PROMPT)).token_ids == continuation(PROMPT, 8)
+        await harness.until_idle()
+
+
+async def test_a_first_token_that_cannot_be_delivered_ends_the_request_on_both_sides():
+    async with cluster(prefill={}) as harness:
+        heard = await harness.generate(PROMPT, stop=["?"])
+        assert isinstance(heard.error, errors.Internal) and "detokenisation" in heard.error.message
         await harness.until_idle()
