@@ -473,9 +473,13 @@ async def test_h19_a_row_that_fails_on_the_prompts_side_ends_its_request_alone()
     async with cluster(prefill={}) as harness:
         source = harness.ranks[0]
         source.fail_rows[1] = "logits are not finite"
-        bad, good = await asyncio.gather(harness.generate(PROMPT), harness.generate(PROMPT[:7]))
-        assert isinstance(bad.error, errors.Internal) and bad.error.message == "logits are not finite"
+        bad = asyncio.create_task(harness.generate(PROMPT))
+        await harness.until_active(1)
+        await eventually(lambda: harness.coordinator.handover.waiting or source.steps)
+        good = await harness.generate(PROMPT[:7])
         assert good.token_ids == continuation(PROMPT[:7], 8)
+        error = (await bad).error
+        assert isinstance(error, errors.Internal) and error.message == "logits are not finite"
         await harness.until_idle()
 
 
