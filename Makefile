@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?=
 ARGS ?=
+WORKERS := --numprocesses 2 --dist loadgroup
 
 HERE := $(dir $(lastword $(MAKEFILE_LIST)))
 # As typed: neither make nor the shell looks for quotes and dollars in it.
@@ -28,12 +29,11 @@ up: $(VENV)/.installed-rank
 	exec $(BIN)/kvloom up $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest $(WORKERS) $(ARGS)
 
-# The real-process matrix, then the full products: these keep one core busy each, so there are as many workers as cores.
+# The full products and the real-process matrix.
 sweep: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "sweep and cluster" $(ARGS)
-	$(BIN)/pytest -m "sweep and not cluster and not gpu" --numprocesses auto --dist worksteal $(ARGS)
+	$(BIN)/pytest -m "sweep and not gpu" $(WORKERS) $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
