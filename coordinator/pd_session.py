@@ -238,10 +238,10 @@ class PdSession:
         self._handle(pd.MoveStopped())
 
     async def _end(self) -> None:
-        """Until every source rank has said that nothing is read any more; when the set is lost, `lost` is what ends it."""
+        """Until every source rank has said that nothing is read any more, or the set is lost, and with it what it held."""
         assert self._mover is not None
         await self._mover.end_pulls()
-        while not await self._mover.end_leases():  # noqa: ASYNC110 - ranks are asked
+        while not await self._mover.end_leases() and self.state.prefill_holds:  # noqa: ASYNC110 - ranks are asked
             await asyncio.sleep(self._hub.timings.retry_s)
         self._handle(pd.LeaseEnded())
 

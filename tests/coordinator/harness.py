@@ -177,10 +177,12 @@ class Harness:
         raise AssertionError("the status stream ended")
 
     async def until_idle(self) -> None:
-        """Until the ranks have forgotten every request and all blocks are free."""
+        """Until the ranks have forgotten every request, all blocks are free and no request's KV keeps anybody busy."""
+        handover = self.coordinator.handover
         await eventually(
             lambda: (
                 not any(rank.sequences or rank.kv.open for rank in self.ranks)
+                and (handover is None or not handover.background._tasks)
                 and all(set(home.serving.scheduler.free_blocks) == {home.pool_blocks} for home in self.coordinator.sets)
             )
         )

@@ -543,3 +543,21 @@ async def test_a_first_token_that_cannot_be_delivered_ends_the_request_on_both_s
         heard = await harness.generate(PROMPT, stop=["?"])
         assert isinstance(heard.error, errors.Internal) and "detokenisation" in heard.error.message
         await harness.until_idle()
+
+
+async def test_a_lease_that_cannot_be_ended_is_over_once_its_rank_is_lost():
+    async with cluster(prefill={}) as harness:
+        source = harness.ranks[0]
+        asked = asyncio.Event()
+
+        async def never(request):
+            asked.set()
+            await asyncio.Event().wait()
+
+        source.kv.end_lease = never
+        assert (await harness.generate(PROMPT)).token_ids == continuation(PROMPT, 8)
+        await asyncio.wait_for(asked.wait(), 5)
+        await source.die()
+        await harness.replace(0)
+        await harness.until(lambda status: status.state == "serving")
+        await harness.until_idle()
