@@ -149,7 +149,7 @@ class Engine:
                 continue
             tables = self.scheduler.table_blocks
             async with self._dispatcher.turn(ranks) as ticket:
-                limit_s = SAFETY * self._predictor.predict(step.num_tokens)
+                limit_s = SAFETY * self._predictor.predict(step.facts)
                 timeout_s = max(self._timings.step_floor_s, limit_s)
                 plan = to_step_plan(step, ticket, timeout_ms=round(1000 * timeout_s))
                 stall_s = max(self._timings.stall_floor_s, limit_s)
@@ -163,7 +163,7 @@ class Engine:
             self._deliver_scores(step, outcome)
             self._committed = self._rows(self.scheduler.commit(step, outcome.sampled, outcome.failed), outcome)
             self._relay(step, outcome)
-            self._predictor.observe(step.num_tokens, outcome.rank_s)
+            self._predictor.observe(step.facts, outcome.rank_s)
             self.pricing.observe(step, outcome.rank_s)
             self.meter.count(step)
             self.meter.record(perf_counter() - started, outcome.rank_s, plan.ByteSize())

@@ -1,5 +1,6 @@
 """How long a step will take, for deadlines only."""
 
+from cp_layout.cost import CostModel, StepFacts
 from cp_layout.model_shape import ModelShape
 
 PRIOR_FLOPS = 5e9
@@ -10,10 +11,17 @@ _WIDE = 32
 
 _WEIGHT = 0.2
 
+_FIXED, _TOKENS, _PREFILL_PAIRS, _DECODE_PAIRS = range(4)
+
 
 def prior_seconds_per_token(shape: ModelShape, tp: int) -> float:
     """2 FLOP per parameter of a rank that a token goes through, at PRIOR_FLOPS."""
     return 2 * (layer_parameters(shape) + shape.vocab_size * shape.hidden_size) / tp / PRIOR_FLOPS
+
+
+def prior_seconds_per_pair(model: CostModel) -> float:
+    """A rank's heads over one (query, key) pair in all layers, at PRIOR_FLOPS; as if the pairs were not divided."""
+    return 2 * model.layers * model.heads * model.pair_width / PRIOR_FLOPS
 
 
 def layer_parameters(shape: ModelShape) -> int:
@@ -39,22 +47,54 @@ def _ffn(shape: ModelShape, layer: int) -> int:
 
 
 class StepPredictor:
-    """seconds ≈ fixed + tokens · per_token, moving averages of what ranks reported; the first report replaces the prior."""
+    """seconds ≈ fixed + tokens · a + (prefill pairs) · b + (decode pairs) · c, with rates that follow what ranks reported.
 
-    def __init__(self, per_token_s: float) -> None:
-        self._per_token_s = per_token_s
-        self._fixed_s = 0.0
+    A report above the prediction raises the rates at once, one below it lowers them slowly, and of a step's parts only the
+    largest: so `predict` is never below the last report of a step with the same facts, and a rate that a step hardly used
+    keeps what other steps taught. It grows with each of the facts.
+
+    per_token_s, per_pair_s: rates before anything was measured; the first step of many tokens replaces that of tokens.
+    """
+
+    def __init__(self, per_token_s: float, per_pair_s: float) -> None:
+        self._rates = [0.0, per_token_s, per_pair_s, per_pair_s]
         self._measured = False
 
-    def predict(self, tokens: int) -> float:
-        """Seconds a step of so many tokens is expected to take on its slowest rank."""
-        return self._fixed_s + tokens * self._per_token_s
+    def predict(self, facts: StepFacts) -> float:
+        """Seconds a step is expected to take on its slowest rank."""
+        return self._rates[_FIXED] + sum(self._parts(facts)[_TOKENS:])
 
-    def observe(self, tokens: int, seconds: float) -> None:
+    def observe(self, facts: StepFacts, seconds: float) -> None:
         """Takes in what the slowest rank needed for a step."""
-        if tokens < _WIDE:
-            self._fixed_s += _WEIGHT * (seconds - self._fixed_s)
-        elif self._measured:
-            self._per_token_s += _WEIGHT * (seconds / tokens - self._per_token_s)
+        tokens = _tokens(facts)
+        base = _TOKENS if tokens >= _WIDE else _FIXED
+        if base == _TOKENS and not self._measured:
+            self._rates[_TOKENS], self._measured = seconds / tokens, True
+            return
+        parts = self._parts(facts)
+        used = (base, _PREFILL_PAIRS, _DECODE_PAIRS)
+        excess = seconds - sum(parts[part] for part in used)
+        largest = max(used, key=parts.__getitem__)
+        if excess < 0:
+            self._scale(largest, parts[largest], _WEIGHT * excess)
+            return
+        # Pairs at most double, lest a slow step with next to no context makes context dear.
+        pairs = min(excess, parts[largest]) if largest != base else 0.0
+        self._scale(largest, parts[largest], pairs)
+        if base == _FIXED:
+            self._rates[_FIXED] += excess - pairs
         else:
-            self._per_token_s, self._measured = seconds / tokens, True
+            self._rates[_TOKENS] += (excess - pairs) / tokens
+
+    def _parts(self, facts: StepFacts) -> list[float]:
+        amounts = (1, _tokens(facts), facts.prefill_pairs, facts.decode_context)
+        return [amount * rate for amount, rate in zip(amounts, self._rates, strict=True)]
+
+    def _scale(self, part: int, seconds: float, more_s: float) -> None:
+        """Makes a part of a step, now so many seconds, longer or shorter."""
+        if seconds > 0:
+            self._rates[part] *= 1 + more_s / seconds
+
+
+def _tokens(facts: StepFacts) -> int:
+    return facts.decode_rows + facts.prefill_tokens

@@ -6,7 +6,7 @@ from coordinator.choice import GATHERS, Replicas, computable
 from coordinator.cluster import DECODE, SchedulingSet, scheduling_sets
 from coordinator.dispatch import Dispatcher
 from coordinator.engine import Engine
-from coordinator.predict import StepPredictor, layer_parameters, prior_seconds_per_token
+from coordinator.predict import StepPredictor, layer_parameters, prior_seconds_per_pair, prior_seconds_per_token
 from coordinator.pricing import Pricing
 from coordinator.scheduler import Scheduler, SchedulerConfig
 from coordinator.text_worker import TextWorker
@@ -51,11 +51,11 @@ class SetMaker:
         """An engine for one of them."""
         config = self.side.config
         bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting)
-        predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp))
         latent = self._shape.mla is not None
         gather = GATHERS[config.pcp_gather if config.mla_gather == "auto" else config.mla_gather]
         replicas = Replicas(config.pcp, config.dcp, computable(latent), gather, latent)
         model = CostModel.of(self._shape, self.side.grid, layer_parameters(self._shape), config.dtype, config.kv_cache_dtype)
+        predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp), prior_seconds_per_pair(model))
         pricing = Pricing(model)
         scheduler = Scheduler(bounds, self.layout, pool_blocks, self._identity, replicas, pricing)
         before_step = self._before_step(spec) if spec.role == DECODE else lambda: None

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from coordinator.plan import DecodeMode, Gather, Row, Sampling, ScheduledStep
-from coordinator.predict import StepPredictor, prior_seconds_per_token
+from coordinator.predict import StepPredictor
 from coordinator.request import Request
 from coordinator.scheduler import Scheduler, SchedulerConfig
 from coordinator.step_times import StepMeter
@@ -14,7 +14,7 @@ from coordinator.wire_plan import to_step_plan
 from cp_layout.interleave import Layout
 from cp_wire.pb import common_pb2
 from tests.coordinator.fake_rank import continuation
-from tests.coordinator.harness import SHAPE, FakeDetokenizer, cluster
+from tests.coordinator.harness import FakeDetokenizer, cluster
 
 
 @pytest.mark.parametrize("shards", [1, 2])
@@ -57,7 +57,7 @@ async def test_all_ranks_get_the_same_plans_and_tickets_grow():
 
 
 async def test_l1_bounds_of_a_step_grow_with_its_predicted_time(monkeypatch):
-    monkeypatch.setattr(StepPredictor, "predict", lambda self, tokens: 2.5 * tokens)
+    monkeypatch.setattr(StepPredictor, "predict", lambda self, facts: 2.5 * (facts.prefill_tokens + facts.decode_rows))
     async with cluster() as harness:
         task = asyncio.create_task(harness.generate([1, 2, 3], max_tokens=2))
         await harness.ranks[0].hold()
@@ -89,25 +89,6 @@ async def test_e2_preemption_leaves_no_gap_and_no_repeat():
         assert (await harness.status()).prefix_cache.preemptions > 0
         assert sum(one.finished.recomputed_tokens for one in heard) > 0
         await harness.until_idle()
-
-
-def test_predictor_starts_slow_and_learns():
-    predictor = StepPredictor(per_token_s=0.1)
-    assert predictor.predict(100) == pytest.approx(10)
-    predictor.observe(100, 1.0)
-    assert predictor.predict(100) == pytest.approx(1.0)
-    predictor.observe(1, 0.5)
-    assert predictor.predict(1) == pytest.approx(0.11)
-    for _ in range(100):
-        predictor.observe(1, 0.5)
-    assert predictor.predict(1) == pytest.approx(0.51)
-
-
-def test_prior_counts_the_parameters_of_a_rank():
-    layer = 8 * (2 * 8 + 2 * 4 + 3 * 16)
-    parameters = 2 * layer + 96 * 8
-    assert prior_seconds_per_token(SHAPE, tp=1) == pytest.approx(2 * parameters / 5e9)
-    assert prior_seconds_per_token(SHAPE, tp=2) == pytest.approx(parameters / 5e9)
 
 
 def test_meter_reports_medians_and_merges():
