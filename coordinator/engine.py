@@ -215,7 +215,7 @@ class Engine:
         for row in step.rows:
             positions, relay = outcome.scores.get(row.handle), self._relays.get(row.handle)
             live = self._live.get(row.handle) if relay is None else relay.live
-            if positions and live is not None:
+            if positions and live is not None and (relay is None or relay.scores_prompt):
                 live.stream.put_prompt(row.score_start, positions)
 
     def _relay(self, step: ScheduledStep, outcome: Outcome) -> None:

@@ -67,6 +67,11 @@ class PdSession:
         return self._live
 
     @property
+    def scores_prompt(self) -> bool:
+        """See `Relay`."""
+        return self.state.phase is Phase.PREFILL or self.state.decision is not None
+
+    @property
     def prefill_ranks(self) -> tuple[int, ...]:
         """See `Relay`."""
         return self._home.spec.ranks if self._source is None else self._source.spec.ranks

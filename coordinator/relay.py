@@ -18,6 +18,11 @@ class Relay(Protocol):
         ...
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the client is to hear prompt scores from the prompt's set: not once the output's set goes on with them."""
+        ...
+
+    @property
     def prefill_ranks(self) -> tuple[int, ...]:
         """Global ranks that computed the prompt, or its first part."""
         ...
