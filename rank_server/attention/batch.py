@@ -1,11 +1,22 @@
 """One step's attention work as this rank sees it: a pure function of the plan and the rank's place."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
 
-@dataclass(frozen=True, slots=True)
+class BlockRuns(NamedTuple):
+    """Runs of consecutive block ids in a block table: the keys of a run are one view of the cache."""
+
+    columns: list[int]
+    """Of the table, where a run begins."""
+    blocks: list[int]
+    """The block ids at these columns."""
+
+
+@dataclass(frozen=True)
 class AttentionRow:
     """One request in the step: q_len consecutive query tokens, rows [q_start, q_start + q_len) of the flat batch."""
 
@@ -17,17 +28,15 @@ class AttentionRow:
     """Keys on this shard once the step's own tokens are written; 0 = this shard has nothing for the row."""
     first_visible: int
     """Keys on this shard that the row's first query sees; the last one sees `local_len`."""
-    run_columns: tuple[int, ...] = field(init=False)
-    """Columns of the block table where a run of consecutive block ids begins: the keys of a run are one view of the cache."""
-    run_blocks: tuple[int, ...] = field(init=False)
-    """The block ids at these columns."""
 
-    def __post_init__(self) -> None:
+    @cached_property
+    def runs(self) -> BlockRuns:
+        """Of the block table; found when first asked for, as few kernels read the cache by runs and a step has many blocks."""
         ids = self.block_table
+        if len(ids) == 0:
+            return BlockRuns([], [])
         breaks = (ids.diff() != 1).nonzero().flatten() + 1
-        columns = (0, *breaks.tolist()) if len(ids) > 0 else ()
-        object.__setattr__(self, "run_columns", columns)
-        object.__setattr__(self, "run_blocks", tuple(ids[list(columns)].tolist()))
+        return BlockRuns([0, *breaks.tolist()], [int(ids[0]), *ids[breaks].tolist()])
 
 
 @dataclass(frozen=True, slots=True)

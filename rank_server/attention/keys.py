@@ -75,10 +75,11 @@ class RowKeys:
 
     def _read(self, cache: Tensor, first: int, last: int) -> Tensor:
         row, b = self._row, self.granule
+        runs = row.runs
         column, end = first // b, -(-last // b)
-        run = bisect_right(row.run_columns, column)
-        if run == len(row.run_columns) or row.run_columns[run] >= end:
-            start = (row.run_blocks[run - 1] - row.run_columns[run - 1]) * b + first
+        run = bisect_right(runs.columns, column)
+        if run == len(runs.columns) or runs.columns[run] >= end:
+            start = (runs.blocks[run - 1] - runs.columns[run - 1]) * b + first
             return cache.view(-1, *cache.shape[2:])[start : start + last - first]
         copied = cache.index_select(0, row.block_table[column:end]).flatten(0, 1)
         return copied[first - column * b : last - column * b]

@@ -64,6 +64,12 @@ def test_b6_b7_every_query_sees_its_own_keys_and_nothing_stale(seen, table, use_
     check(make((seen, table), dtype=BF16, head_dim=16), use_threads)
 
 
+def test_rows_of_compiled_decode_do_not_pay_for_runs_of_blocks():
+    case = make(([13], SCATTERED), ([5], CONSECUTIVE), dtype=BF16, head_dim=16)
+    CpuKernels().paged(case.q, *case.pool.cache(0), case.batch, SCALE)
+    assert not any("runs" in vars(row) for row in case.batch.rows)
+
+
 @pytest.mark.parametrize("keys", [TILE - 1, TILE, TILE + 1, FEWEST_KEYS - 1, FEWEST_KEYS, FEWEST_KEYS + 1, 1000, 4321, 8200])
 @pytest.mark.parametrize("block_size", [1, 16, 48, 128])
 def test_long_rows(keys, block_size, threads):

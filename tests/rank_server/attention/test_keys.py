@@ -20,7 +20,8 @@ def test_every_range_of_a_row_lies_at_its_blocks(table: list[int]) -> None:
 def test_a_range_within_a_run_of_blocks_is_a_view() -> None:
     k_cache, v_cache = torch.randn(2, 10, 4, 2, 3)
     row = AttentionRow(0, 1, torch.tensor([1, 2, 7, 8, 9, 0]), 24, 24)
-    assert (row.run_columns, row.run_blocks) == ((0, 2, 5), (1, 7, 0))
+    assert row.runs == ([0, 2, 5], [1, 7, 0])
+    assert row.runs is row.runs, "found once per step, not once per layer"
     keys = RowKeys(row, k_cache, v_cache)
     for first, last, view in [(0, 8, True), (9, 20, True), (20, 24, True), (7, 9, False), (0, 24, False)]:
         shared = keys.read_keys(first, last).untyped_storage().data_ptr() == k_cache.untyped_storage().data_ptr()
@@ -29,7 +30,7 @@ def test_a_range_within_a_run_of_blocks_is_a_view() -> None:
 
 def test_a_row_without_blocks_has_no_runs() -> None:
     row = AttentionRow(0, 1, torch.tensor([], dtype=torch.int64), 0, 0)
-    assert (row.run_columns, row.run_blocks) == ((), ())
+    assert row.runs == ([], [])
 
 
 @pytest.mark.parametrize(
