@@ -14,8 +14,8 @@ class BlockPool:
     - held: one or more requests hold it (reference count ≥ 1), cached or not;
     - evictable: nobody holds it, but the prefix cache names its content. It counts as free.
 
-    Blocks are taken from the free ones first, the last one freed first, so that a request gets ids in ascending runs; then
-    from the evictable ones, the longest unused first. Every operation is O(1) per block.
+    Blocks are taken from the free ones first, the last one freed first, so that ids which a request gave back, its table's end
+    first, ascend again; then from the evictable ones, the longest unused first. Every operation is O(1) per block.
     """
 
     def __init__(self, num_blocks: int) -> None:

@@ -126,17 +126,22 @@ class KvBlocks:
         return counts is self._none or all(pool.num_free >= count for pool, count in zip(self._pools, counts, strict=True))
 
     def grow(self, request: Request, counts: Sequence[int]) -> None:
-        """Appends so many blocks of each member to the request's tables; there must be room."""
+        """Appends so many blocks of each member to the request's tables; there must be room.
+
+        Ids of one call ascend, in whatever order they were free or evicted: neighbours are then one view for the kernels.
+        """
         if counts is self._none:
             return
         sequence = self._sequences[request.handle]
         for member, (table, count) in enumerate(zip(sequence.tables, counts, strict=True)):
             self._table_blocks[member] += count if sequence.is_announced else 0
-            for _ in range(count):
-                block, evicted = self._pools[member].take()
-                if evicted:
-                    self._forget((member, block))
-                table.append(block)
+            table.extend(sorted(self._take(member) for _ in range(count)))
+
+    def _take(self, member: int) -> int:
+        block, evicted = self._pools[member].take()
+        if evicted:
+            self._forget((member, block))
+        return block
 
     def tail(self, request: Request, counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """The last so many blocks of each table; () when all counts are 0."""

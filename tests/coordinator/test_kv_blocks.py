@@ -110,6 +110,17 @@ def test_a_hit_beside_its_living_owner_shares_blocks_and_a_late_one_revives_them
     assert _would_hit(blocks, prompt) == hit
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_blocks_of_one_growth_ascend_also_when_all_are_evicted(layout):
+    """Tails are evicted first, so that a prompt which takes the place of another one finds the blocks in descending order."""
+    blocks = Blocks(layout, blocks=12)
+    length = 12 * layout.num_shards * layout.block_size
+    for start in range(3):
+        request, _ = blocks.start([start] * length)
+        assert blocks.kv.tables(request) == (tuple(range(12)),) * layout.num_shards
+        blocks.stop(request)
+
+
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_f4_tails_are_evicted_before_the_prefixes_they_continue(layout):
     """Pool of 6 virtual blocks; a chain of 4 is cached, then 2 to 6 virtual blocks of other tokens come by."""
