@@ -116,6 +116,8 @@ class LinkPull:
                 f"shard_offset is {described.shard_offset} on rank {self._link.src}, the transfer was planned with "
                 f"{pull.source.shard_offset}"
             )
+        if pull.end > described.tokens:
+            raise errors.InvalidRequest("end", pull.end, f"at most the {described.tokens} tokens that can be read")
         return described
 
     def _expect(self) -> Incoming:
@@ -141,7 +143,8 @@ class LinkPull:
     async def _copy(self, incoming: Incoming, pool: ArrayStore, described: pb.DescribeResponse) -> None:
         """Takes what is missing from the source's pool, straight into this rank's.
 
-        What was copied counts once the source has said, afterwards, that the blocks are still the session's.
+        What was copied counts once the source has said, afterwards, that the blocks are still the session's, and this rank
+        still one that reads them.
         """
         slots = self._runs.src_slots(np.array(described.blocks, np.int64), pool.geometry.block_size)
         packing, copied = incoming.packing, sorted(incoming.missing)
@@ -212,7 +215,10 @@ class LinkPull:
 
     async def _renew_once(self, timeout_s: float) -> None:
         """Raises `KvloomError` when the lease is no more."""
-        request = pb.RenewRequest(session=self._pull.session, epoch=self._pull.epoch, instance=self._peer.instance)
+        pull = self._pull
+        request = pb.RenewRequest(
+            session=pull.session, epoch=pull.epoch, instance=self._peer.instance, target_rank=self._link.dst, end=pull.end
+        )
         try:
             await self._stub.Renew(request, timeout=timeout_s)
         except grpc.aio.AioRpcError as error:

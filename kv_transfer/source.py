@@ -104,8 +104,10 @@ class Source:
         return described
 
     def renew(self, request: pb.RenewRequest) -> pb.RenewResponse:
-        """A whole lease from now."""
-        self._lease(request.session, request.epoch, request.instance)
+        """A whole lease from now, for one of its readers that reads no further than it may."""
+        lease = self._read_by(request)
+        if request.end > lease.tokens:
+            raise InvalidRequest("end", request.end, f"at most the {lease.tokens} tokens that can be read")
         lease = self.leases.renew(request.session)
         return pb.RenewResponse(lease_ms=_milliseconds(lease.ttl_s), tokens=lease.tokens, generation=lease.generation)
 
@@ -133,13 +135,17 @@ class Source:
 
     def lease_for(self, request: pb.FetchRequest) -> Lease:
         """The lease the request speaks of, if everything it says of it still holds."""
-        lease = self._lease(request.session, request.epoch, request.instance)
-        if request.target_rank not in lease.readers:
-            raise Stale(f"rank {request.target_rank} has released transfer {request.session}, or was never to read it")
+        lease = self._read_by(request)
         if not request.generation <= lease.generation:
             raise Stale(f"transfer {request.session} is of generation {lease.generation}, not {request.generation}")
         if lease.attempts.get(_range_of(request), 0) > request.attempt:
             raise Stale(f"attempt {request.attempt} of transfer {request.session} was replaced by a newer one")
+        return lease
+
+    def _read_by(self, request: pb.FetchRequest | pb.RenewRequest) -> Lease:
+        lease = self._lease(request.session, request.epoch, request.instance)
+        if request.target_rank not in lease.readers:
+            raise Stale(f"rank {request.target_rank} has released transfer {request.session}, or was never to read it")
         return lease
 
     def _lease(self, session: int, epoch: int, instance: str) -> Lease:

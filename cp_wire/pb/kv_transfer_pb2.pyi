@@ -336,17 +336,24 @@ class RenewRequest(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     INSTANCE_FIELD_NUMBER: builtins.int
+    TARGET_RANK_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
     session: builtins.int
     epoch: builtins.int
     instance: builtins.str
+    target_rank: builtins.int
+    end: builtins.int
+    """Of what the asking rank reads; refused when less than that can be read."""
     def __init__(
         self,
         *,
         session: builtins.int = ...,
         epoch: builtins.int = ...,
         instance: builtins.str = ...,
+        target_rank: builtins.int = ...,
+        end: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "instance", b"instance", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["end", b"end", "epoch", b"epoch", "instance", b"instance", "session", b"session", "target_rank", b"target_rank"]) -> None: ...
 
 global___RenewRequest = RenewRequest
 

@@ -9,6 +9,7 @@ import pytest
 from cp_layout.interleave import Layout
 from cp_layout.reshard import Side
 from cp_wire.channels import open_channel
+from cp_wire.errors import InvalidRequest, Stale
 from cp_wire.pb import kv_transfer_pb2 as pb
 from kv_transfer.facts import side_message
 from kv_transfer.framing import FETCH
@@ -16,7 +17,7 @@ from kv_transfer.leases import Ended, sweep
 from kv_transfer.pull import Limits, Peer, TransferFailed
 from kv_transfer.service import KvTransferServicer
 from kv_transfer.source import Source
-from tests.kv_transfer.cluster import DEADLINE_S, SESSION, Sides, side, sides
+from tests.kv_transfer.cluster import DEADLINE_S, EPOCH, SESSION, Sides, side, sides
 
 PAIR = (side(2, 1, 4), side(1, 4, 4))
 SMALL = Limits(message_bytes=64)
@@ -383,3 +384,32 @@ def test_a_pool_of_another_shape_than_the_layout_says_is_refused() -> None:
     with pytest.raises(ConfigRefused, match="block size 8, the layout of rank 0 4"):
         facts_of(place, Geometry(2, 3, 8, 2, 8), "m", "d")
     assert Side(place.side.grid, Layout(1, 4, 4), 2) == place.side
+
+
+@pytest.mark.parametrize("host", ["", "here"], ids=["fetched", "copied"])
+async def test_h2_tokens_that_are_not_offered_are_not_taken(host: str) -> None:
+    async with sides(side(1, 4, 4), side(1, 4, 4), 40, tokens=16, host=host) as both:
+        failed = await failure(both, 0, 40)
+        assert failed.reason == "INVALID_REQUEST" and "at most the 16 tokens" in str(failed)
+        both.check_untouched()
+        await both.move(0, 16)
+        both.check(0, 16)
+
+
+async def test_h2_a_rank_that_has_released_takes_nothing_more() -> None:
+    async with sides(side(1, 4, 4), side(1, 4, 4), 33, host="here") as both:
+        both.leases[0].get(SESSION).readers.add(9)
+        await both.release()
+        failed = await failure(both)
+        assert failed.reason == "STALE" and "has released" in str(failed)
+        assert failed.report.shared_bytes == 0
+
+
+@pytest.mark.parametrize(("fields", "refusal"), [({"target_rank": 1}, Stale), ({"end": 17}, InvalidRequest)], ids=str)
+async def test_h2_a_renewal_is_for_readers_of_what_is_offered(fields: dict[str, int], refusal: type[Exception]) -> None:
+    async with sides(side(1, 4, 4), side(1, 4, 4), 40, tokens=16) as both:
+        source, instance = both.servicers[0]._source, both.sources[0].place.instance
+        request = {"session": SESSION, "epoch": EPOCH, "instance": instance, "target_rank": 0, "end": 16}
+        assert source.renew(pb.RenewRequest(**request)).tokens == 16
+        with pytest.raises(refusal):
+            source.renew(pb.RenewRequest(**request | fields))
