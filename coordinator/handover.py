@@ -57,18 +57,26 @@ class Handover:
         self.pump(home)
 
     def pump(self, home: RankSet) -> None:
-        """Gives places to the front of a set's queue; a completion that waits for its prompt lets others pass."""
-        reserved: list[tuple[PdSession, int]] = []
-        for session in self._queues.get(home, {}).values():
+        """Gives places to the front of a set's queue; a completion that waits for its prompt lets others pass.
+
+        A fault of one session ends that one alone.
+        """
+        queue = self._queues.get(home, {})
+        for session in list(queue.values()):
             request = session.live.request
-            cached = home.serving.scheduler.reserve(request)
-            if cached is not None:
-                reserved.append((session, cached))
-            elif not request.follows:
+            if request.handle not in queue:
+                continue
+            try:
+                cached = home.serving.scheduler.reserve(request)
+                if cached is not None:
+                    del queue[request.handle]
+                    session.reserved(cached)
+            except Exception as error:
+                queue.pop(request.handle, None)
+                session.broken(error)
+                continue
+            if cached is None and not request.follows:
                 break
-        for session, cached in reserved:
-            del self._queues[home][session.live.request.handle]
-            session.reserved(cached)
 
     def over(self, session: PdSession) -> None:
         """The session holds nothing any more."""

@@ -15,7 +15,7 @@ from coordinator.rank_set import RankSet
 from coordinator.request import Request
 from coordinator.scheduler_types import Progress, QueueFull
 from coordinator.text_rows import LiveRequest
-from cp_wire.errors import KvloomError, Unavailable
+from cp_wire.errors import Internal, KvloomError, Unavailable
 from cp_wire.logs import get_logger
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 NO_PREFILL_RANKS = "NO_PREFILL_RANKS"
 PREFILL_LOST = "PREFILL_LOST"
 PREFILL_FULL = "PREFILL_FULL"
+PREFILL_TOO_SMALL = "PREFILL_TOO_SMALL"
 
 log = get_logger("coordinator.pd")
 
@@ -85,6 +86,17 @@ class PdSession:
         """The output's set has a place for the request."""
         self._target_end = self._hub.end(self._home, self._live.request)
         self._handle(pd.Reserved(num_cached))
+
+    def broken(self, error: Exception) -> None:
+        """Ends the request after a fault of the coordinator itself, before anything of it moves."""
+        request = self._live.request
+        log.error("a request could not be handed over", exc=error, request=request.request_id, session=request.handle)
+        self._live.stream.fail(Internal(f"the request could not be handed over ({type(error).__name__})"))
+        self._events.clear()
+        if self._source is None:
+            self.state = replace(self.state, prefill_holds=False)
+        self._engine.scheduler.cancel(request.handle)
+        self._engine.abort(request.handle)
 
     def computed(self, tokens: int) -> None:
         """See `Relay`."""
@@ -183,6 +195,9 @@ class PdSession:
             self._prompts.prefill(self._prompt, self)
         except QueueFull:
             self._handle(pd.PrefillLost(PREFILL_FULL))
+        except ValueError as error:
+            log.warning("a prompt has no room on the side for prompts", request=self._prompt.request_id, why=str(error))
+            self._handle(pd.PrefillLost(PREFILL_TOO_SMALL))
 
     def _activate(self, num_tokens: int, cause: str | None) -> None:
         request, engine = self._live.request, self._engine

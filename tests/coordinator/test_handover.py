@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from coordinator import text_worker
-from coordinator.app import Options
+from coordinator.app import Coordinator, Options
 from coordinator.text_rows import to_text
 from cp_wire import errors
 from cp_wire.pb import rank_pb2
@@ -262,6 +262,45 @@ async def test_a_full_queue_refuses():
         harness.ranks[1].kv.gate.set()
         for call in (first, second):
             assert (await call).token_ids == continuation(PROMPT, 8)
+        await harness.until_idle()
+
+
+async def test_a_prompt_too_large_for_the_prompts_side_is_computed_where_its_output_is(monkeypatch):
+    """As when it was accepted before that side had a pool."""
+    monkeypatch.setattr(Coordinator, "_max_prompt", property(lambda coordinator: None))
+    async with cluster(ranks=[FakeRank(0, 8), FakeRank(1, 40)], prefill={}) as harness:
+        first, big = await asyncio.gather(harness.generate(PROMPT[:9]), harness.generate([1] * 60))
+        assert first.token_ids == continuation(PROMPT[:9], 8)
+        assert big.token_ids == continuation([1] * 60, 8)
+        assert causes((await harness.status()).transfers.recomputed) == {"PREFILL_TOO_SMALL": 1}
+        await harness.until_idle()
+
+
+@pytest.mark.parametrize("where", ["reserve", "end", "pick_source"])
+async def test_a_fault_at_the_hand_over_ends_one_request_alone(where, monkeypatch):
+    async with cluster(prefill={}, max_num_seqs=1) as harness:
+        target = harness.ranks[1]
+        target.kv.gate.clear()
+        first = asyncio.create_task(harness.generate(PROMPT))
+        await eventually(lambda: target.kv.writing)
+        others = []
+        for count in (1, 2):
+            others.append(asyncio.create_task(harness.generate([5] * 9)))
+            await eventually(lambda count=count: harness.coordinator.handover.waiting == count)
+        owner = harness.home.serving.scheduler if where == "reserve" else harness.coordinator.handover
+        honest, second = getattr(owner, where), min(harness.coordinator.handover._queues[harness.home])
+
+        def fault(*args):
+            if where == "pick_source" or args[-1].handle == second:
+                monkeypatch.setattr(owner, where, honest)
+                raise RuntimeError("broken books")
+            return honest(*args)
+
+        monkeypatch.setattr(owner, where, fault)
+        target.kv.gate.set()
+        assert (await first).token_ids == continuation(PROMPT, 8)
+        assert (await others[0]).error.message == "the request could not be handed over (RuntimeError)"
+        assert (await others[1]).token_ids == continuation([5] * 9, 8)
         await harness.until_idle()
 
 
