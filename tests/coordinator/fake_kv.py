@@ -49,7 +49,7 @@ class FakeKv:
         self.gate = asyncio.Event()
         self.gate.set()
         self.at_gate = asyncio.Event()
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._tasks: dict[int, asyncio.Task[rank_pb2.PullFailure | None]] = {}
 
     @property
     def open(self) -> int:
@@ -102,14 +102,14 @@ class FakeKv:
         self.attempts[request.session] = request.attempt
         task = self._tasks[request.session] = asyncio.ensure_future(self._pull(request))
         try:
-            await task
+            failure = await task
         except errors.KvloomError as error:
             failure = rank_pb2.PullFailure(reason=error.reason, message=error.message, transient=error.retryable)
             return rank_pb2.PullResponse(failure=failure)
         finally:
             task.cancel()
-        if self.failures:
-            return rank_pb2.PullResponse(failure=self.failures.pop(0))
+        if failure is not None:
+            return rank_pb2.PullResponse(failure=failure)
         count = sum(self._owns(request, position) for position in range(request.start, request.end))
         return rank_pb2.PullResponse(payload_bytes=BYTES_PER_TOKEN * count, messages=1)
 
@@ -121,7 +121,8 @@ class FakeKv:
             await asyncio.wait([task])
         return rank_pb2.EndPullResponse()
 
-    async def _pull(self, request: rank_pb2.PullRequest) -> None:
+    async def _pull(self, request: rank_pb2.PullRequest) -> rank_pb2.PullFailure | None:
+        """The failure that it has taken for itself, if any: others that run beside it take other ones."""
         layout = self._layout
         mine = [position for position in range(request.start, request.end) if self._owns(request, position)]
         columns = {layout.block_column(position) for position in mine}
@@ -132,10 +133,11 @@ class FakeKv:
                     self.at_gate.set()
                     await self.gate.wait()
                 if self.failures and 2 * count >= len(mine):
-                    return
+                    return self.failures.pop(0)
                 slot = self._member, request.block_ids[layout.block_column(position)], layout.block_offset(position)
                 self._copy(slot, _read(request, position))
                 await asyncio.sleep(0)
+            return None
         finally:
             del self.writing[request.session]
 

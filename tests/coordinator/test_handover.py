@@ -317,6 +317,21 @@ async def test_h8_a_failed_range_is_tried_once_more():
         await harness.until_idle()
 
 
+async def test_of_several_moves_at_once_one_fails():
+    async with cluster(prefill={}) as harness:
+        target = harness.ranks[1]
+        target.kv.gate.clear()
+        calls = [asyncio.create_task(harness.generate([number] * 9)) for number in (1, 2, 3)]
+        await eventually(lambda: len(target.kv.writing) == 3)
+        target.kv.failures = [FINAL]
+        target.kv.gate.set()
+        assert [(await call).token_ids for call in calls] == [continuation([number] * 9, 8) for number in (1, 2, 3)]
+        transfers = (await harness.status()).transfers
+        assert (transfers.requests, causes(transfers.recomputed)) == (2, {"LEASE_ENDED": 1})
+        assert [row.start for number in (1, 2, 3) for row in rows_of(target, number)[:1]].count(0) == 1
+        await harness.until_idle()
+
+
 @pytest.mark.parametrize("failures", [[TRANSIENT, TRANSIENT], [FINAL]], ids=["twice", "for good"])
 async def test_h20_a_lost_range_is_recomputed_and_counted(failures, caplog):
     async with cluster(prefill={}) as harness:
