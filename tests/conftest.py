@@ -16,12 +16,10 @@ if not torch.cuda.is_available():
 from tests.tiny_models import build_tiny_model
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Real processes are started by one worker, one test after the other; the other workers take the rest."""
-    for item in items:
-        if item.get_closest_marker("cluster") is not None:
-            item.add_marker(pytest.mark.xdist_group("processes"))
+    if item.get_closest_marker("cluster") is not None:
+        item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @pytest.fixture(autouse=True)
