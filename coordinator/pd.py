@@ -109,8 +109,7 @@ class StopMove:
 
 @dataclass(frozen=True, slots=True)
 class Activate:
-    """Its first `num_tokens` tokens are in their place: the output's set goes on from there. cause: why it has to compute
-    others that were to come; None = all have come."""
+    """The output's set goes on after its first `num_tokens` tokens. cause: why others were not moved; None = all have come."""
 
     num_tokens: int
     cause: str | None
@@ -139,11 +138,16 @@ class EndLease:
 
 
 @dataclass(frozen=True, slots=True)
+class ForgetMoves:
+    """Ranks that wrote, and now have no move to stop and no lease to end, may forget the request; not answered."""
+
+
+@dataclass(frozen=True, slots=True)
 class FreePrefill:
     """The blocks on the prompt's set are free."""
 
 
-Action = Prefill | Move | StopMove | Activate | Cancel | Fail | AbortPrefill | EndLease | FreePrefill
+Action = Prefill | Move | StopMove | Activate | Cancel | Fail | AbortPrefill | EndLease | ForgetMoves | FreePrefill
 Decision = Activate | Cancel | Fail
 Step = tuple["Passage", tuple[Action, ...]]
 
@@ -209,8 +213,7 @@ def advance(state: Passage, event: Event) -> Step:
 def _computed(state: Passage, tokens: int, phase: Phase) -> Step:
     if state.phase is Phase.ENDING:
         return state, ()
-    last = phase is Phase.MOVING
-    if state.phase is not Phase.PREFILL or tokens < state.computed or (last and not state.moves):
+    if state.phase is not Phase.PREFILL or tokens < state.computed or (phase is Phase.MOVING and not state.moves):
         raise Impossible(f"{tokens} tokens computed in {state.phase.name} after {state.computed}")
     return _go_on(replace(state, phase=phase, computed=tokens))
 
@@ -279,7 +282,8 @@ def _lease_ended(state: Passage) -> Step:
 def _prefill_lost(state: Passage, cause: str) -> Step:
     lost = replace(state, leased=False, prefill_holds=False)
     if state.phase is not Phase.ENDING:
-        return _decide(lost, _after_failure(state, cause))
+        decided, actions = _decide(lost, _after_failure(state, cause))
+        return decided, (*actions, ForgetMoves()) if state.leased and state.moving is None else actions
     return lost if state.moving is not None else replace(lost, phase=Phase.OVER), ()
 
 

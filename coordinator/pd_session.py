@@ -174,6 +174,9 @@ class PdSession:
             case pd.EndLease():
                 self._stop_renewing()
                 self._spawn(self._end(), "releasing")
+            case pd.ForgetMoves():
+                assert self._mover is not None
+                self._spawn(self._mover.end_pulls(), "forgetting")
             case pd.FreePrefill():
                 self._prompts.scheduler.end_lease(handle)
                 self._prompts.wake()
@@ -265,7 +268,7 @@ class PdSession:
             await asyncio.sleep(self._hub.timings.retry_s)
         self._handle(pd.LeaseEnded())
 
-    def _spawn(self, work: Coroutine[Any, Any, None], what: str) -> "asyncio.Task[Any]":
+    def _spawn(self, work: Coroutine[Any, Any, Any], what: str) -> "asyncio.Task[Any]":
         return self._hub.background.spawn(work, f"{what} request {self._prompt.handle}")
 
     def _stop_renewing(self) -> None:

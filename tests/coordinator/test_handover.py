@@ -7,6 +7,7 @@ import pytest
 
 from coordinator import text_worker
 from coordinator.app import Coordinator, Options
+from coordinator.pd import Phase
 from coordinator.text_rows import to_text
 from cp_wire import errors
 from cp_wire.pb import rank_pb2
@@ -491,6 +492,22 @@ async def test_h19_a_lost_prefill_rank(moment, policy):
         again = await harness.generate(PROMPT)
         assert again.token_ids == continuation(PROMPT, 8) and again.finished.route.reason == "prefill and decode apart"
         await harness.until_idle()
+
+
+async def test_a_prefill_rank_that_is_lost_between_moves_leaves_no_session_on_the_writers():
+    async with cluster(prefill={}) as harness:
+        source, target = harness.ranks
+        pulled = asyncio.create_task(target.kv.hold())
+        call = asyncio.create_task(harness.generate([1] * 100))
+        await pulled
+        await source.hold()
+        target.kv.gate.set()
+        (session,) = [live.relay for live in harness.home.serving._live.values()]
+        await eventually(lambda: session.state.moved and session.state.moving is None)
+        assert session.state.phase is Phase.PREFILL
+        await source.die()
+        assert (await call).token_ids == continuation([1] * 100, 8)
+        await eventually(lambda: target.kv.attempts.keys() <= target.kv.ended)
 
 
 async def test_without_prefill_ranks_prompts_are_computed_where_outputs_are():

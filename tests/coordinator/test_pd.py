@@ -11,6 +11,7 @@ from coordinator.pd import (
     Computed,
     EndLease,
     Fail,
+    ForgetMoves,
     FreePrefill,
     Impossible,
     LeaseEnded,
@@ -74,6 +75,10 @@ LIVES = {
     "the prompt's set is lost before anything moved": (
         [Reserved(0), LOST],
         [(Prefill(),), (Activate(0, "rank 1 is lost"),)],
+    ),
+    "the prompt's set is lost between moves": (
+        [Reserved(0), Computed(30), Moved(), LOST],
+        [(Prefill(),), (Move(0, 30),), (), (Activate(30, "rank 1 is lost"), ForgetMoves())],
     ),
     "the prompt's set is lost in the middle of a move": (
         [Reserved(0), Computed(30), Moved(), Prefilled(), LOST, Moved(), MoveStopped(), LeaseEnded()],
@@ -219,6 +224,8 @@ def test_laws_over_random_lives(seed):
                     decided.append(action)
                 case EndLease():
                     assert leased and decided
+                case ForgetMoves():
+                    assert lost and decided and not writing
                 case FreePrefill():
                     assert held and decided
                     held, leased, freed = False, False, freed + 1
