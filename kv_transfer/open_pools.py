@@ -1,28 +1,12 @@
 """Pools of other processes that this one has mapped: kept while their owners live, as mapping anew costs more than copying."""
 
 import asyncio
-import os
-from dataclasses import dataclass
 
 from cp_wire.pb import kv_transfer_pb2 as pb
-from kv_transfer.shared_memory import Bytes, open_pool, path_of
+from kv_transfer.shared_memory import Bytes, MappedPool, open_pool
 
 WATCH_S = 1.0
 """How often the owners are looked at. A mapping keeps the memory of a dead one for so long, and no longer."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapped:
-    path: str
-    inode: int
-    data: Bytes
-
-    def owned(self) -> bool:
-        """Whether its owner still lives and offers it."""
-        try:
-            return os.stat(self.path).st_ino == self.inode
-        except OSError:
-            return False
 
 
 class OpenPools:
@@ -30,7 +14,7 @@ class OpenPools:
 
     def __init__(self, watch_s: float = WATCH_S) -> None:
         self._watch_s = watch_s
-        self._mapped: dict[bytes, _Mapped] = {}
+        self._mapped: dict[bytes, MappedPool] = {}
         self._watching: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
@@ -40,9 +24,7 @@ class OpenPools:
         """The pool's memory, as `open_pool` gives it; raises the same."""
         known = self._mapped.get(message.key)
         if known is None or len(known.data) != size:
-            path = path_of(message)
-            data = open_pool(message, size)
-            known = self._mapped[message.key] = _Mapped(path, os.stat(path).st_ino, data)
+            known = self._mapped[message.key] = open_pool(message, size)
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch())
         return known.data

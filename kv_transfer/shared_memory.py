@@ -9,6 +9,7 @@ import fcntl
 import mmap
 import os
 import secrets
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,17 +56,26 @@ class SharedPool:
             self._fd = -1
 
 
-def path_of(message: pb.SharedPool) -> str:
+@dataclass(frozen=True, slots=True)
+class MappedPool:
+    """A reader's end: `data` is read-only, and unmapped with the last view of it."""
+
+    data: Bytes
+    _path: str
     """Where the kernel shows the memory while its owner lives and has not closed it."""
-    return f"/proc/{message.pid}/fd/{message.fd}"
+    _inode: int
+
+    def owned(self) -> bool:
+        """Whether its owner still lives and offers it."""
+        try:
+            return os.stat(self._path).st_ino == self._inode
+        except OSError:
+            return False
 
 
-def open_pool(message: pb.SharedPool, size: int) -> Bytes:
-    """The [size] bytes of a `SharedPool`, read-only; `ConfigRefused` when it is gone or is something else.
-
-    Unmapped with the last view.
-    """
-    path = path_of(message)
+def open_pool(message: pb.SharedPool, size: int) -> MappedPool:
+    """The [size] bytes of a `SharedPool`; `ConfigRefused` when it is gone or is something else."""
+    path = f"/proc/{message.pid}/fd/{message.fd}"
     try:
         # Without the look at the link, opening could wake a device or hang in a pipe.
         if not os.readlink(path).startswith(f"/memfd:{_NAME}"):
@@ -76,10 +86,12 @@ def open_pool(message: pb.SharedPool, size: int) -> Bytes:
     try:
         sealed = fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS == _SEALS
         found = os.pread(fd, len(_MAGIC) + _KEY_BYTES, 0)
-        if not sealed or found != _MAGIC + message.key or os.fstat(fd).st_size != PAGE + size:
+        status = os.fstat(fd)
+        if not sealed or found != _MAGIC + message.key or status.st_size != PAGE + size:
             raise ConfigRefused("the descriptor is not the KV pool that was described")
         memory = mmap.mmap(fd, PAGE + size, mmap.MAP_SHARED, mmap.PROT_READ)
-        return np.frombuffer(memory, np.uint8, offset=PAGE)
+        # By the descriptor that is held: the owner may be gone by now, and the path with it.
+        return MappedPool(np.frombuffer(memory, np.uint8, offset=PAGE), path, status.st_ino)
     except OSError as error:
         raise ConfigRefused(f"the KV pool of another process cannot be mapped: {error.strerror}") from error
     finally:

@@ -1,6 +1,7 @@
 """A pool that is read by another process: who may open what, and what is left when its owner is killed."""
 
 import asyncio
+import mmap
 import os
 import signal
 import subprocess
@@ -36,7 +37,7 @@ def changed(message: pb.SharedPool, **fields: object) -> pb.SharedPool:
 def test_a_reader_sees_what_the_owner_writes_and_cannot_write() -> None:
     pool = SharedPool(10_000)
     message = pool.message()
-    view = open_pool(message, 10_000)
+    view = open_pool(message, 10_000).data
     assert len(view) == 10_000 and not view.any()
     pool.data[17] = 9
     assert view[17] == 9
@@ -110,6 +111,22 @@ async def test_a_mapping_is_kept_for_as_long_as_its_owner_lives() -> None:
         await pools.close()
 
 
+async def test_an_owner_that_goes_while_its_pool_is_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, pools = SharedPool(100), OpenPools(watch_s=0.01)
+    message, map_it = pool.message(), mmap.mmap
+
+    def late(*args: int) -> mmap.mmap:
+        mapped = map_it(*args)
+        pool.close()
+        return mapped
+
+    monkeypatch.setattr(mmap, "mmap", late)
+    assert len(pools.get(message, 100)) == 100
+    assert pools._watching is not None
+    await asyncio.wait_for(pools._watching, 30)
+    assert len(pools) == 0
+
+
 async def test_closing_lets_go_of_everything() -> None:
     pool, pools = SharedPool(100), OpenPools()
     pools.get(pool.message(), 100)
@@ -124,7 +141,7 @@ def test_nothing_is_left_of_a_killed_owner() -> None:
         assert owner.stdout is not None
         message = pb.SharedPool.FromString(bytes.fromhex(owner.stdout.readline()))
         before = mappings()
-        view = open_pool(message, 8 << 20)
+        view = open_pool(message, 8 << 20).data
         owner.send_signal(signal.SIGKILL)
         owner.wait(30)
         assert (view == np.uint8(5)).all()

@@ -78,7 +78,7 @@ def test_a_shared_pool_is_read_where_it_lies() -> None:
     pool.write(1, torch.randn(1, 4, 5), torch.randn(1, 4, 5), torch.tensor([11]))
     store = store_of(pool, shared)
     assert store.shared is shared
-    np.testing.assert_array_equal(open_pool(shared.message(), size), pool.as_bytes().flatten().numpy())
+    np.testing.assert_array_equal(open_pool(shared.message(), size).data, pool.as_bytes().flatten().numpy())
     shared.close()
     with pytest.raises(ValueError, match=f"memory of {size - 1} bytes for a KV pool of {size}"):
         filled(memory=torch.zeros(size - 1, dtype=torch.uint8))
