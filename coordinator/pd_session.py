@@ -83,7 +83,11 @@ class PdSession:
         return "prefill and decode apart" if self._cause is None else f"recomputed after {self._cause}"
 
     def reserved(self, num_cached: int) -> None:
-        """The output's set has a place for the request."""
+        """The output's set has a place for the request, and the KV of its first `num_cached` tokens.
+
+        That is its prefix hit, unless its whole prompt is computed by the prompt's set, with the hit that it has there.
+        """
+        self._live.request.num_cached_tokens = num_cached
         self._target_end = self._hub.end(self._home, self._live.request)
         self._handle(pd.Reserved(num_cached))
 

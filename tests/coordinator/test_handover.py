@@ -518,6 +518,9 @@ async def test_without_prefill_ranks_prompts_are_computed_where_outputs_are():
         assert heard.token_ids == continuation(PROMPT, 8)
         assert list(heard.finished.route.prefill_group) == [1]
         assert causes((await harness.status()).transfers.recomputed) == {"NO_PREFILL_RANKS": 1}
+        again = await harness.generate([*PROMPT, 50, 51])
+        assert again.token_ids == continuation([*PROMPT, 50, 51], 8)
+        assert (heard.finished.cached_tokens, again.finished.cached_tokens) == (0, 36), "whole blocks of 4"
 
 
 async def test_without_prefill_ranks_the_policy_fail_refuses():
