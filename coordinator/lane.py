@@ -58,6 +58,7 @@ class Lane:
         stall_limit_s: how long the rank may be without progress while it runs this command; None = any time.
         """
         answer: asyncio.Future[rank_pb2.ExecuteResponse] = asyncio.get_running_loop().create_future()
+        answer.add_done_callback(_notice)
         if self._closed_reason is not None:
             answer.set_exception(LaneClosed(self.rank, self._closed_reason))
             return answer
@@ -149,6 +150,12 @@ async def collect(
         if late is None:  # the last answer and the end of the time came in the same turn of the event loop
             return [answer.result() for answer in answers]
         raise CommandTimedOut(late, f"no result of a step within {timeout_s:.1f} s") from None
+
+
+def _notice(answer: "asyncio.Future[rank_pb2.ExecuteResponse]") -> None:
+    """Whoever was to wait for it may have been cancelled before; that a lane has ended is told in other ways too."""
+    if not answer.cancelled():
+        answer.exception()
 
 
 def _operation(kind: str, command: Any) -> str:

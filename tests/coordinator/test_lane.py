@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 
 import pytest
 
@@ -146,3 +147,17 @@ async def test_stall_limits_belong_to_open_commands():
         await first
         assert lane.stall_limit_s(1) is None
         unlimited.cancel()
+
+
+async def test_answers_that_nobody_waits_for_any_more_are_no_unnoticed_failures():
+    unnoticed: list[str] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: unnoticed.append(context["message"]))
+    script = Script()
+    async with lane_to(script) as (lane, _):
+        reset(lane)
+        await script.requests.get()
+        lane.close("it is lost")
+        reset(lane)
+        await asyncio.sleep(0)
+    gc.collect()
+    assert not unnoticed
