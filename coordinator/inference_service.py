@@ -25,6 +25,9 @@ class InferenceServicer(coordinator_pb2_grpc.InferenceServiceServicer):
             await self._generate(request, context)
         except KvloomError as error:
             await abort(context, error)
+        except grpc.aio.BaseError as error:
+            # The client has gone in the middle of a write: nobody is there to be told of anything.
+            log.info("a client left", during="a write", error=type(error).__name__)
         except Exception as error:
             log.error("a call failed", exc=error)
             await abort(context, Internal(f"the call failed ({type(error).__name__})"))

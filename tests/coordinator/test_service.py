@@ -5,9 +5,11 @@ import math
 import threading
 from random import Random
 
+import grpc.aio
 import pytest
 
 from coordinator.app import Options
+from coordinator.inference_service import InferenceServicer
 from cp_layout.blocks import BlockHasher
 from cp_wire import errors
 from cp_wire.pb import common_pb2, coordinator_pb2
@@ -246,3 +248,24 @@ async def test_row_error_ends_its_own_request_only():
         assert isinstance(bad.error, errors.Internal) and "not finite" in bad.error.message
         assert good.token_ids in (continuation([1], 8), continuation([2], 8))
         await harness.until_idle()
+
+
+async def test_h4_a_client_that_leaves_during_a_write_is_no_failure_of_the_call(caplog):
+    class Gone:
+        """A call whose client is there for one event only."""
+
+        written = 0
+
+        async def write(self, event: coordinator_pb2.GenerateResponse) -> None:
+            self.written += 1
+            if self.written > 1:
+                raise grpc.aio.InternalError("a message could not be sent")
+
+    async with cluster() as harness:
+        call, servicer = Gone(), InferenceServicer(harness.coordinator.admission, 1)
+        request = coordinator_pb2.GenerateRequest(max_tokens=90, ignore_eos=True)
+        request.tokens.ids.extend([1, 2, 3])
+        await servicer.Generate(request, call)
+        assert call.written == 2 and not harness.coordinator.admission.active
+        await harness.until_idle()
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
