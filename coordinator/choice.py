@@ -4,7 +4,7 @@ Pure policy. The ranks find the decision in the plan and obey.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from coordinator.plan import NOTHING_CHOSEN, DecodeMode, Gather, Row
 from coordinator.request import Request
@@ -25,9 +25,14 @@ class Replicas:
     ways: frozenset[DecodeMode] = frozenset({DecodeMode.REPLICATED})
     """What ranks can do; REPLICATED is always among it."""
     gather: Gather = Gather.NONE
-    """What prefill rows have to gather; NONE = whatever is cheaper."""
+    """What rows have to gather (Q, KV: prefill rows); NONE = whatever is cheaper."""
     latent: bool = False
     """Whether a token's KV is one latent."""
+
+    @property
+    def latents_travel(self) -> bool:
+        """Whether latents can be gathered for any row."""
+        return self.latent and self.dcp > 1 and DecodeMode.OWNER in self.ways
 
     @property
     def owner_keeps_output(self) -> bool:
@@ -36,7 +41,10 @@ class Replicas:
 
 
 GATHERS = {"auto": Gather.NONE, "q": Gather.Q, "kv": Gather.KV}
-"""`Replicas.gather` by the name in the configuration."""
+"""`Replicas.gather` by the name that the configuration has for prefill rows."""
+
+LATENT_GATHERS = {"q": Gather.Q, "kv": Gather.KV_ALL}
+"""The same by its name for latents; decode rows are bound too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +86,23 @@ def facts_of(rows: Iterable[Row], requests: Mapping[int, Request]) -> StepFacts:
 
 def choose(facts: StepFacts, replicas: Replicas, prices: Prices | None = None, bound: bool = False) -> Choice:
     """OWNER when rows can be dealt out: prefill rows, or at least as many decode rows as replicas. Below that SPLIT or
-    REPLICATED, whatever costs less.
+    REPLICATED, whatever costs less. Latents go to all rows instead where that costs less.
 
     prices: None = nothing is known, then SPLIT and gather Q. bound: a row can be computed by its owner alone.
     """
+    everywhere = Choice(DecodeMode.OWNER, Gather.KV_ALL)
+    if not (replicas.latents_travel and facts.decode_rows + facts.prefill_rows):
+        return _queries_to_decode(facts, replicas, prices, bound)
+    if replicas.gather is Gather.KV_ALL:
+        return everywhere
+    choice = _queries_to_decode(facts, replicas, prices, bound)
+    if prices is None or replicas.gather is not Gather.NONE or not facts.decode_rows:
+        return choice
+    less = min(choice, everywhere, key=lambda each: prices.seconds(work_of(each, facts, prices.model)))
+    return replace(less, cost_version=COST_VERSION)
+
+
+def _queries_to_decode(facts: StepFacts, replicas: Replicas, prices: Prices | None, bound: bool) -> Choice:
     if replicas.pcp == 1:
         return _one_replica(facts, replicas, prices)
     dealt = facts.prefill_rows > 0 or facts.decode_rows >= replicas.pcp or bound
@@ -98,8 +119,7 @@ def choose(facts: StepFacts, replicas: Replicas, prices: Prices | None = None, b
 
 def _one_replica(facts: StepFacts, replicas: Replicas, prices: Prices | None) -> Choice:
     """Nobody to share with. But latents, all of which every TP member needs, may be gathered where prefill rows read them."""
-    gathers = replicas.latent and replicas.dcp > 1 and facts.prefill_rows > 0 and DecodeMode.OWNER in replicas.ways
-    if not gathers or replicas.gather is Gather.Q:
+    if not (replicas.latents_travel and facts.prefill_rows) or replicas.gather is Gather.Q:
         return Choice()
     if replicas.gather is Gather.KV:
         return Choice(DecodeMode.OWNER, Gather.KV)
@@ -117,6 +137,8 @@ def work_of(choice: Choice, facts: StepFacts, model: CostModel) -> Work:
         case DecodeMode.SPLIT:
             return model.split(facts)
         case DecodeMode.OWNER:
+            if choice.gather is Gather.KV_ALL:
+                return model.owner_kv_all(facts)
             return model.owner_q(facts) if choice.gather is Gather.Q else model.owner_kv(facts)
 
 

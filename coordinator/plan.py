@@ -27,6 +27,9 @@ class Gather(Enum):
     """Every member has all query rows; partial attention is merged over the shards."""
     Q = auto()
     KV = auto()
+    """Keys travel to prefill rows; over a sharded cache, the queries of decode rows still do."""
+    KV_ALL = auto()
+    """Keys travel to all rows: for latents, of which there is one per token however many heads ask."""
 
 
 @dataclass(frozen=True, slots=True)

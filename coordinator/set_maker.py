@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from coordinator.choice import GATHERS, Replicas, computable
+from coordinator.choice import GATHERS, LATENT_GATHERS, Replicas, computable
 from coordinator.cluster import DECODE, SchedulingSet, scheduling_sets
 from coordinator.dispatch import Dispatcher
 from coordinator.engine import Engine
@@ -52,7 +52,7 @@ class SetMaker:
         config = self.side.config
         bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting)
         latent = self._shape.mla is not None
-        gather = GATHERS[config.pcp_gather if config.mla_gather == "auto" else config.mla_gather]
+        gather = LATENT_GATHERS.get(config.mla_gather, GATHERS[config.pcp_gather])
         replicas = Replicas(config.pcp, config.dcp, computable(latent), gather, latent)
         model = CostModel.of(self._shape, self.side.grid, layer_parameters(self._shape), config.dtype, config.kv_cache_dtype)
         predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp), prior_seconds_per_pair(model))

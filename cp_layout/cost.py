@@ -23,7 +23,7 @@ from cp_layout.grid import Grid
 from cp_layout.model_shape import DTYPE_BYTES, ModelShape
 from cp_layout.reorg import WORKSPACE_BYTES
 
-COST_VERSION = 3
+COST_VERSION = 4
 """Changes whenever the same numbers may lead to another choice."""
 
 PARTIAL_BYTES = 4
@@ -177,16 +177,7 @@ class CostModel:
     def owner_kv(self, facts: StepFacts) -> Work:
         """Rows are dealt out; keys go to the prefill rows, decode rows to the keys (with dcp = 1 theirs are where they are)."""
         p, n = self.grid.pcp, self.grid.dcp
-        context, new = facts.prefill_context, facts.prefill_tokens
-        pieces = -(-context // self.workspace_tokens) if n > 1 else 0
-        received = ((p - 1) / p * new + (n - 1) / n * context) * self._kv_bytes
-        copies = 3 if n > 1 else 1  # read here, written to the workspace, read there
-        prefill = Work(
-            rounds=(1 + pieces) * (new > 0),
-            wire_bytes=received,
-            cache_bytes=copies * context * self._kv_bytes,
-            attention_flops=self._own_flops(facts.prefill_pairs / p, context + new),
-        )
+        prefill = self._keys_come(facts.prefill_context, facts.prefill_tokens, self._prefill_flops(facts))
         alone = StepFacts(decode_rows=facts.decode_rows, decode_context=facts.decode_context)
         work = self._per_layer(prefill).plus(self._dealt(facts))
         if n > 1:
@@ -197,6 +188,14 @@ class CostModel:
             attention_flops=(facts.decode_context + facts.decode_rows) / p * self._pair_flops(1),
         )
         return work.plus(self._per_layer(decode))
+
+    def owner_kv_all(self, facts: StepFacts) -> Work:
+        """Rows are dealt out, and keys go to all of them; dcp > 1."""
+        # A decode row has one query: its keys are attended as they are.
+        decode_pairs = (facts.decode_context + facts.decode_rows) * self._owned(facts) / max(facts.decode_rows, 1)
+        flops = self._prefill_flops(facts) + decode_pairs * self._pair_flops(1)
+        context, new = facts.prefill_context + facts.decode_context, facts.prefill_tokens + facts.decode_rows
+        return self._per_layer(self._keys_come(context, new, flops)).plus(self._dealt(facts))
 
     @property
     def workspace_tokens(self) -> int:
@@ -220,6 +219,22 @@ class CostModel:
         """Of this rank's heads in one layer, over keys that are all here: as they are or expanded, whatever is less."""
         expanded = 2.0 * self.heads * (pairs * self.own_pair_width + keys * self.expansion)
         return min(pairs * self._pair_flops(1), expanded)
+
+    def _prefill_flops(self, facts: StepFacts) -> float:
+        """Of a replica's part of the prefill rows in one layer, over keys that are all here."""
+        return self._own_flops(facts.prefill_pairs / self.grid.pcp, facts.prefill_context + facts.prefill_tokens)
+
+    def _keys_come(self, context: int, new: int, attention_flops: float) -> Work:
+        """Of one layer: keys of so many cached and new tokens are gathered and attended."""
+        p, n = self.grid.pcp, self.grid.dcp
+        pieces = -(-context // self.workspace_tokens) if n > 1 else 0
+        copies = 3 if n > 1 else 1  # read here, written to the workspace, read there
+        return Work(
+            rounds=(1 + pieces) * (new > 0),
+            wire_bytes=((p - 1) / p * new + (n - 1) / n * context) * self._kv_bytes,
+            cache_bytes=copies * context * self._kv_bytes,
+            attention_flops=attention_flops,
+        )
 
     def _per_layer(self, work: Work) -> Work:
         return Work(*(amount * self.layers for amount in work))

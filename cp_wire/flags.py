@@ -103,7 +103,7 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
         "--mla-gather",
         choices=GATHERS,
         default="auto",
-        help="the same for latents, cut over replicas or not (default: auto, whatever is cheaper)",
+        help="what all rows gather of a sharded cache of latents, decode rows too (default: auto, whatever is cheaper)",
     )
     parser.add_argument(
         "--collectives",

@@ -58,7 +58,11 @@ class _GatherEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTyp
     GATHER_NONE: _Gather.ValueType  # 1
     """Every member has all query rows; partial attention is merged over the shards."""
     GATHER_Q: _Gather.ValueType  # 2
+    """Queries travel, of all rows."""
     GATHER_KV: _Gather.ValueType  # 3
+    """Keys travel to prefill rows; over a sharded cache, the queries of decode rows still do."""
+    GATHER_KV_ALL: _Gather.ValueType  # 4
+    """Keys travel to all rows."""
 
 class Gather(_Gather, metaclass=_GatherEnumTypeWrapper):
     """What completes attention over the sequence axis."""
@@ -67,7 +71,11 @@ GATHER_UNSPECIFIED: Gather.ValueType  # 0
 GATHER_NONE: Gather.ValueType  # 1
 """Every member has all query rows; partial attention is merged over the shards."""
 GATHER_Q: Gather.ValueType  # 2
+"""Queries travel, of all rows."""
 GATHER_KV: Gather.ValueType  # 3
+"""Keys travel to prefill rows; over a sharded cache, the queries of decode rows still do."""
+GATHER_KV_ALL: Gather.ValueType  # 4
+"""Keys travel to all rows."""
 global___Gather = Gather
 
 class _Merge:

@@ -67,8 +67,11 @@ class OwnerFlows:
         self._workspace_bytes = workspace_bytes
         self._device = device
 
-    def of(self, rows: Sequence[KvRow], owners: Sequence[int | None], queries_travel: bool) -> tuple[Share, Flow]:
-        """owners: replica that computes a decode row, None for a prefill row; queries_travel: how prefill rows are completed.
+    def of(
+        self, rows: Sequence[KvRow], owners: Sequence[int | None], queries_travel: bool, keys_to_all: bool = False
+    ) -> tuple[Share, Flow]:
+        """owners: replica that computes a decode row, None for a prefill row; queries_travel: how prefill rows are completed;
+        keys_to_all: keys travel to decode rows too, over a sharded cache.
 
         Decode rows go first, so that every rank has the same order of collectives.
         """
@@ -81,6 +84,8 @@ class OwnerFlows:
             kinds = [(decodes, self._local), (~decodes, self._replicated_kv)]
         elif queries_travel:
             kinds = [(np.ones_like(decodes), self._gather_q)]
+        elif keys_to_all:
+            kinds = [(np.ones_like(decodes), self._gather_kv)]
         else:
             kinds = [(decodes, self._gather_q), (~decodes, self._gather_kv)]
         mine = cut.pieces_of(place.pcp_index)

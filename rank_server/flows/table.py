@@ -24,6 +24,7 @@ from rank_server.share import Share, replicated, split
 REPLICATED, OWNER = common_pb2.DECODE_MODE_REPLICATED, common_pb2.DECODE_MODE_OWNER
 SPLIT = common_pb2.DECODE_MODE_SPLIT
 NONE, Q, KV = common_pb2.GATHER_NONE, common_pb2.GATHER_Q, common_pb2.GATHER_KV
+KV_ALL = common_pb2.GATHER_KV_ALL
 
 
 def check_way(plan: rank_pb2.StepPlan, grid: Grid) -> None:
@@ -34,7 +35,7 @@ def check_way(plan: rank_pb2.StepPlan, grid: Grid) -> None:
     if grid.pcp > 1 or grid.dcp > 1:
         known += [(OWNER, NONE), (OWNER, KV)]
     if grid.dcp > 1:
-        known += [(OWNER, Q)]
+        known += [(OWNER, Q), (OWNER, KV_ALL)]
     if (plan.decode_mode, plan.gather) not in known:
         raise PlanRefused(
             f"decode mode {plan.decode_mode} with gather {plan.gather} is not supported with pcp {grid.pcp}, dcp {grid.dcp}"
@@ -83,7 +84,7 @@ class Ways:
             owners = [self._owner_of(row, sequences) for row in plan.rows]
             if plan.gather == NONE and None in owners:
                 raise PlanRefused(f"request {plan.rows[owners.index(None)].handle} prefills in a step that gathers nothing")
-            return self._owner.of(rows, owners, queries_travel=plan.gather == Q)
+            return self._owner.of(rows, owners, queries_travel=plan.gather == Q, keys_to_all=plan.gather == KV_ALL)
         for row in plan.rows:
             if place.grid.dcp == 1 and sequences.get(row.handle).decoded_by_owner:
                 raise PlanRefused(

@@ -115,7 +115,8 @@ def test_work_is_counted_for_every_way() -> None:
     assert work_of(Choice(SPLIT), decode, model) == model.split(decode)
     assert work_of(Choice(OWNER), decode, model) == model.owner_kv(decode) == model.owner_q(decode)
     assert work_of(Choice(OWNER, Gather.Q), LONG, model) == model.owner_q(LONG)
-    assert work_of(Choice(OWNER, Gather.KV), LONG, model) == model.owner_kv(LONG)
+    assert work_of(Choice(OWNER, Gather.KV), LONG, model) == model.owner_kv(LONG) == model.owner_kv_all(LONG)
+    assert work_of(Choice(OWNER, Gather.KV_ALL), decode, model) == model.owner_kv_all(decode) != model.owner_kv(decode)
 
 
 def test_facts_count_rows_by_kind_and_prefill_tokens_with_their_context() -> None:
@@ -149,14 +150,51 @@ def test_latents_of_one_replica_may_come_to_its_prefill_rows() -> None:
     assert choose(facts, Replicas(**latent | {"latent": False}, gather=Gather.KV)) == Choice()
 
 
-def test_latents_come_to_long_chunks_and_queries_go_to_long_contexts() -> None:
+@pytest.mark.parametrize("facts", [StepFacts(1, 900), StepFacts(5, 10), chunk(9, 9), replace(chunk(4, 0), decode_rows=2)])
+@pytest.mark.parametrize(("pcp", "dcp"), [(1, 2), (2, 2), (2, 4)])
+def test_a_gather_forced_for_latents_binds_all_rows(pcp: int, dcp: int, facts: StepFacts) -> None:
+    latent = Replicas(pcp, dcp, computable(latent=True), Gather.KV_ALL, latent=True)
+    assert choose(facts, latent, latent_prices(1 if pcp == dcp else 2, pcp, dcp)) == Choice(OWNER, Gather.KV_ALL)
+    assert choose(StepFacts(), latent) == Choice(), "a step without rows"
+
+
+@pytest.mark.parametrize("forced", [Gather.Q, Gather.KV])
+def test_a_gather_forced_for_prefill_rows_leaves_decode_rows_their_queries(forced: Gather) -> None:
+    latent = Replicas(2, 2, computable(latent=True), forced, latent=True)
+    assert choose(StepFacts(3, 3), latent, latent_prices(1, 2, 2)) == Choice(OWNER)
+
+
+@given(st.integers(1, 40), st.integers(0, 20_000), st.booleans(), st.sampled_from([(2, 1, 2), (1, 2, 2), (2, 2, 4)]))
+def test_latents_come_to_decode_rows_where_that_is_cheaper(
+    rows: int, context: int, beside: bool, grid: tuple[int, int, int]
+) -> None:
+    prices, replicas = latent_prices(*grid), Replicas(*grid[1:], computable(latent=True), latent=True)
+    facts = replace(chunk(64, 100) if beside else StepFacts(), decode_rows=rows, decode_context=rows * context)
+    choice = choose(facts, replicas, prices)
+    queries = choose(facts, replace(replicas, latent=False), prices) if grid[1] > 1 else Choice()
+    assert choice.cost_version == COST_VERSION
+    cost, others = (prices.seconds(work_of(each, facts, prices.model)) for each in (choice, Choice(OWNER, Gather.KV_ALL)))
+    assert cost <= min(others, prices.seconds(work_of(queries, facts, prices.model)))
+
+
+@pytest.mark.parametrize("grid", [(2, 1, 2), (2, 2, 4)], ids=str)
+def test_latents_come_to_decode_rows_of_short_contexts_alone(grid: tuple[int, int, int]) -> None:
+    prices, replicas = latent_prices(*grid), Replicas(*grid[1:], computable(latent=True), latent=True)
+    short, long = (choose(StepFacts(4, 4 * context), replicas, prices).gather for context in (16, 1000))
+    assert (short, long) == (Gather.KV_ALL, Gather.NONE)
+
+
+def latent_prices(tp: int, pcp: int, dcp: int) -> Prices:
     shape = ModelShape(
         "deepseek", 4, 1024, 16, 1, 64, 1024, 8192, 1 << 20, 1e-6, 1e4, False, "bfloat16", mla=MlaShape(None, 512, 128, 64, 128)
     )
+    return Prices(CostModel.of(shape, Grid(tp, pcp, dcp), 1e7, "bfloat16", "bfloat16"), Rates())
+
+
+def test_latents_come_to_long_chunks_and_queries_go_to_long_contexts() -> None:
     for tp, pcp, dcp in ((1, 2, 2), (2, 1, 2), (2, 2, 4)):
         replicas = Replicas(pcp, dcp, computable(latent=True), latent=True)
-        model = CostModel.of(shape, Grid(tp, pcp, dcp), 1e7, "bfloat16", "bfloat16")
-        prices = Prices(model, Rates())
+        prices = latent_prices(tp, pcp, dcp)
         long_chunk, long_context = (choose(facts, replicas, prices) for facts in (chunk(2048, 512), chunk(4, 1 << 17)))
         assert (long_chunk.gather, long_chunk.decode_mode) == (Gather.KV, OWNER)
         assert long_context.gather in (Gather.Q, Gather.NONE)

@@ -1,10 +1,14 @@
 """Links are measured once, within a bound, and shown."""
 
+from dataclasses import replace
+
 import pytest
 
 from coordinator.link_measure import STAGES, has_time
+from cp_layout.model_shape import MlaShape
 from cp_layout.rates import Exchange
 from cp_wire.pb import common_pb2, rank_pb2
+from tests.coordinator import harness as harness_of_ranks
 from tests.coordinator.fake_rank import FakeRank
 from tests.coordinator.harness import cluster
 
@@ -102,3 +106,14 @@ async def test_a_forced_gather_reaches_the_plan(flag, gather):
         await harness.generate(list(range(20)), max_tokens=2)
         prefills = [step for step in harness.ranks[0].steps if step.rows and step.gather != common_pb2.GATHER_NONE]
         assert {(step.gather, step.cost_version) for step in prefills} == {(gather, 0)}
+
+
+@pytest.mark.parametrize(
+    ("flag", "gathers"), [("q", {common_pb2.GATHER_NONE, common_pb2.GATHER_Q}), ("kv", {common_pb2.GATHER_KV_ALL})]
+)
+async def test_a_gather_forced_for_latents_reaches_the_plans_of_decode_rows(monkeypatch, flag, gathers):
+    latent = replace(harness_of_ranks.SHAPE, mla=MlaShape(None, 8, 4, 4, 4))
+    monkeypatch.setattr(harness_of_ranks, "SHAPE", latent)
+    async with cluster(pcp=2, dcp=2, mla_gather=flag) as harness:
+        await harness.generate(list(range(20)), max_tokens=3)
+        assert {step.gather for step in harness.ranks[0].steps if step.rows} == gathers

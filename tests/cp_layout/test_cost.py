@@ -84,6 +84,19 @@ def test_a_gather_of_kv_takes_a_round_per_workspace() -> None:
     assert rounds == [2 * (1 + pieces) for pieces in (0, 1, 1, 2, 2, 3)]
 
 
+def test_keys_of_decode_rows_come_with_those_of_the_prefill_rows() -> None:
+    """3 decode rows over 2 replicas, 300 tokens behind them: the fuller replica attends two thirds of their pairs."""
+    costs = model()
+    alone, beside = costs.owner_kv_all(StepFacts(3, 300)), costs.owner_kv_all(chunk(100, 1000, 3, 300))
+    assert (alone.rounds, beside.rounds) == (2 * (1 + 1), 2 * (1 + 1))
+    assert alone.wire_bytes == 2 * (1.5 + 150) * 64 * 2
+    assert beside.wire_bytes == 2 * (51.5 + 650) * 64 * 2
+    assert alone.attention_flops == 2 * 303 * 2 / 3 * 8 * 16 * 4
+    assert beside.attention_flops == alone.attention_flops + costs.owner_kv(chunk(100, 1000)).attention_flops
+    assert alone.linear_flops == costs.owner_kv(StepFacts(3, 300)).linear_flops
+    assert costs.owner_kv_all(chunk(100, 1000)) == costs.owner_kv(chunk(100, 1000))
+
+
 def test_prompts_that_are_everywhere_are_not_gathered_again() -> None:
     costs = model(dcp=1)
     assert costs.owner_kv(chunk(8, 0)).wire_bytes == costs.owner_kv(chunk(8, 9000)).wire_bytes == 2 * 4 * 64 * 2
@@ -126,7 +139,7 @@ def test_a_split_step_reads_each_weight_once_per_group() -> None:
 @given(st.integers(1, 4000), st.integers(0, 100_000), st.integers(0, 9), st.sampled_from([(2, 2), (3, 3), (4, 4), (2, 1)]))
 def test_work_is_never_negative_and_grows_with_the_context(new: int, context: int, decode: int, shape: tuple[int, int]) -> None:
     costs = model(pcp=shape[0], dcp=shape[1])
-    ways = [costs.owner_kv, costs.replicated] + ([costs.owner_q] if shape[1] > 1 else [])
+    ways = [costs.owner_kv, costs.replicated] + ([costs.owner_q, costs.owner_kv_all] if shape[1] > 1 else [])
     for way in ways:
         less, more = way(chunk(new, context, decode, decode * 50)), way(chunk(new, context + 1000, decode, decode * 50))
         assert all(0 <= a <= b for a, b in zip(less, more, strict=True))

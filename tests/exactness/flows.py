@@ -26,7 +26,12 @@ from tests.rank_server.collectives.harness import open_groups
 from tests.rank_server.threads import run_ranks
 
 HEAD_DIM = 4
-GATHERS = {"none": common_pb2.GATHER_NONE, "q": common_pb2.GATHER_Q, "kv": common_pb2.GATHER_KV}
+GATHERS = {
+    "none": common_pb2.GATHER_NONE,
+    "q": common_pb2.GATHER_Q,
+    "kv": common_pb2.GATHER_KV,
+    "kv_all": common_pb2.GATHER_KV_ALL,
+}
 
 
 @dataclass

@@ -9,7 +9,7 @@ from tests.inproc import InprocCluster, Shape
 B = 4
 MODEL = {"heads": 8, "kv_heads": 2}
 DEALT = frozenset({DecodeMode.REPLICATED, DecodeMode.OWNER})
-GATHERS = {"q": Gather.Q, "kv": Gather.KV}
+GATHERS = {"q": Gather.Q, "kv": Gather.KV, "kv_all": Gather.KV_ALL}
 
 
 def prompt_of(length: int, seed: int = 0) -> list[int]:
@@ -30,9 +30,11 @@ def gathers(grid: tuple[int, int, int]) -> tuple[str, ...]:
 
 def check_dealt(running: InprocCluster) -> None:
     """Every step ran as asked, and every rank issued the same collectives."""
+    if running.shape.pcp_gather is Gather.KV_ALL:
+        assert all(plan.gather == common_pb2.GATHER_KV_ALL for plan in running.plans if plan.rows), "decode rows too"
     for plan, results in zip(running.plans, running.results, strict=True):
         assert len({result.collectives for result in results}) == 1, [result.collectives for result in results]
         if plan.rows and running.shape.always_owner:
             assert plan.decode_mode == common_pb2.DECODE_MODE_OWNER
-    wanted = {Gather.Q: common_pb2.GATHER_Q, Gather.KV: common_pb2.GATHER_KV}[running.shape.pcp_gather]
+    wanted = common_pb2.Gather.Value(f"GATHER_{running.shape.pcp_gather.name}")
     assert {plan.gather for plan in running.plans} - {common_pb2.GATHER_NONE} == {wanted}

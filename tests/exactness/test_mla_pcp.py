@@ -50,6 +50,13 @@ def test_d3_c1_named_shapes_chunked_and_batched(tiny, grid, gather):
     check(model_for(tiny, grid), shape, [prompt_of(n) for n in (3, 8, 5, 1, 90)], new_tokens=5)
 
 
+@pytest.mark.parametrize("grid", [grid for grid in NAMED if grid[2] > 1], ids=str)
+def test_latents_come_to_decode_rows_when_forced(tiny, grid):
+    """Every step of the scheduler's own, one decode row included; chunks, and a workspace of a few runs."""
+    shape = dealt(*grid, "kv_all", always_owner=False, interleave=2, budget=11, workspace_bytes=2 * grid[2] * 2 * 20 * 4)
+    check(model_for(tiny, grid), shape, [prompt_of(n) for n in (3, 8, 1, 40)], new_tokens=5)
+
+
 def all_cases() -> list[tuple]:
     cases = []
     for name in MODELS:

@@ -67,6 +67,26 @@ def test_d9_with_tensor_parallel_heads(shape, heads, kv_heads, gather, merge):
     run(cluster, [(0, 1), (0, 17), (3, 9), (9, 1), (13, 2 * pcp)], gather)
 
 
+@pytest.mark.parametrize("workspace_bytes", [1 << 20, 400])
+@pytest.mark.parametrize("shape", [(1, 3, 3), (2, 2, 2), (2, 2, 4), (2, 1, 2), (4, 2, 4)], ids=str)
+def test_keys_may_come_to_decode_rows_too(shape, workspace_bytes):
+    """Alone, one by one, and beside prefill rows; also with contexts that take many gathers."""
+    tp, pcp, dcp = shape
+    cluster = FlowCluster(
+        grid(pcp, dcp, tp, interleave=1, workspace_bytes=workspace_bytes), 2 * max(2, tp), max(1, tp * pcp // dcp)
+    )
+    handles = [cluster.add(40) for _ in range(4)]
+    prefill = [1, 5, 30, 17]
+    cluster.step(dict(zip(handles, (1, 5, 13, 17), strict=True)), "kv_all", prefill)
+    cluster.step({handles[0]: 1, handles[2]: 17, handles[1]: 1, handles[3]: 1}, "kv_all", prefill)
+    cluster.check_caches()
+    for handle in handles:
+        cluster.step({handle: 1}, "kv_all")
+    for _ in range(3):
+        cluster.step(dict.fromkeys(handles, 1), "kv_all")
+        cluster.check_caches()
+
+
 @pytest.mark.parametrize("gather", ["q", "kv"])
 def test_decode_rows_beside_prefill_rows_with_and_without_context(gather):
     cluster = FlowCluster(grid(3, 3))

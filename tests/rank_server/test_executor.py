@@ -38,6 +38,7 @@ def test_a_group_is_opened_once(pair):
         {"decode_mode": common_pb2.DECODE_MODE_UNSPECIFIED},
         {"gather": common_pb2.GATHER_KV},
         {"gather": common_pb2.GATHER_UNSPECIFIED},
+        {"decode_mode": common_pb2.DECODE_MODE_OWNER, "gather": common_pb2.GATHER_KV_ALL},
     ],
     ids=str,
 )
