@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PROMPT ?=
 ARGS ?=
-WORKERS := --numprocesses 2 --dist loadgroup
+WORKERS := --numprocesses 2
 
 HERE := $(dir $(lastword $(MAKEFILE_LIST)))
 # As typed: neither make nor the shell looks for quotes and dollars in it.
@@ -29,11 +29,11 @@ up: $(VENV)/.installed-rank
 	exec $(BIN)/kvloom up $(ARGS)
 
 test: $(VENV)/.installed-dev
-	$(BIN)/pytest $(WORKERS) $(ARGS)
+	$(BIN)/pytest $(WORKERS) --dist loadfile $(ARGS)
 
 # The full products and the real-process matrix.
 sweep: $(VENV)/.installed-dev
-	$(BIN)/pytest -m "sweep and not gpu" $(WORKERS) $(ARGS)
+	$(BIN)/pytest -m "sweep and not gpu" $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

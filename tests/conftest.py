@@ -16,12 +16,6 @@ if not torch.cuda.is_available():
 from tests.tiny_models import build_tiny_model
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Real processes are started by one worker, one test after the other; the other workers take the rest."""
-    if item.get_closest_marker("cluster") is not None:
-        item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 @pytest.fixture(autouse=True)
 def sigint_is_heard() -> None:
     """A shell starts its background jobs with SIGINT ignored, an event loop that has ended leaves it so: and what is ignored
