@@ -84,25 +84,25 @@ class KvMover:
         except MoveError as error:
             log.warning("a lease was not prolonged", session=self._session, why=str(error))
 
-    async def end_pulls(self) -> bool:
-        """Whether no target rank writes anything of the session any more."""
+    async def end_pulls(self) -> list[RankLink]:
+        """Target ranks that have not said that they write nothing of the session any more."""
 
         async def end(link: RankLink) -> None:
             await link.end_pull(
                 rank_pb2.EndPullRequest(session=self._session, epoch=self._target.epoch), self._timings.beside_s
             )
 
-        return await self._all_ended(self._target, end)
+        return await self._not_ended(self._target, end)
 
-    async def end_leases(self) -> bool:
-        """Whether no source rank reads anything of the session any more that a target would believe."""
+    async def end_leases(self) -> list[RankLink]:
+        """Source ranks that have not said that nothing of the session is read any more that a target would believe."""
 
         async def end(link: RankLink) -> None:
             await link.end_lease(
                 rank_pb2.EndLeaseRequest(session=self._session, epoch=self._source.epoch), self._timings.beside_s
             )
 
-        return await self._all_ended(self._source, end)
+        return await self._not_ended(self._source, end)
 
     async def _lease(self, tables: Tables) -> None:
         targets = range(len(self._target.spec.ranks))
@@ -166,8 +166,8 @@ class KvMover:
             raise MoveError(link.rank, failure.reason, failure.transient, failure.message)
         return response
 
-    async def _all_ended(self, side: End, end: Callable[[RankLink], Awaitable[None]]) -> bool:
-        """Whether every rank has ended its part; one of another epoch has nothing left of the session."""
+    async def _not_ended(self, side: End, end: Callable[[RankLink], Awaitable[None]]) -> list[RankLink]:
+        """Ranks that have not ended their part; one of another epoch has nothing left of the session."""
 
         async def one(link: RankLink) -> bool:
             try:
@@ -179,7 +179,9 @@ class KvMover:
                 return False
             return True
 
-        return all(await asyncio.gather(*(one(link) for link in side.links.values())))
+        links = list(side.links.values())
+        ended = await asyncio.gather(*(one(link) for link in links))
+        return [link for link, done in zip(links, ended, strict=True) if not done]
 
 
 def _side_message(side: Side, shard_offset: int) -> kv_transfer_pb2.KvSide:

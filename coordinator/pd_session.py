@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ from coordinator import pd
 from coordinator.engine import Engine
 from coordinator.kv_mover import End, KvMover, MoveError
 from coordinator.pd import Passage, Phase, advance
+from coordinator.rank_link import RankLink
 from coordinator.rank_set import RankSet
 from coordinator.request import Request
 from coordinator.scheduler_types import Progress, QueueFull
@@ -260,17 +261,27 @@ class PdSession:
     async def _stop(self) -> None:
         """Until every target rank has said that it writes nothing more, or the target's epoch is over, which says the same."""
         assert self._mover is not None and self._target_end is not None
-        while not await self._mover.end_pulls() and self._home.epoch == self._target_end.epoch:  # noqa: ASYNC110 - ranks are asked
-            await asyncio.sleep(self._hub.timings.retry_s)
+        epoch = self._target_end.epoch
+        await self._insist(self._mover.end_pulls, self._home, lambda: self._home.epoch == epoch)
         self._handle(pd.MoveStopped())
 
     async def _end(self) -> None:
         """Until every source rank has said that nothing is read any more, or the set is lost, and with it what it held."""
-        assert self._mover is not None
+        assert self._mover is not None and self._source is not None
         await self._mover.end_pulls()
-        while not await self._mover.end_leases() and self.state.prefill_holds:  # noqa: ASYNC110 - ranks are asked
-            await asyncio.sleep(self._hub.timings.retry_s)
+        await self._insist(self._mover.end_leases, self._source, lambda: self.state.prefill_holds)
         self._handle(pd.LeaseEnded())
+
+    async def _insist(self, ask: Callable[[], Awaitable[list[RankLink]]], side: RankSet, matters: Callable[[], bool]) -> None:
+        """Asks until all ranks have done it, or it matters no more. One that is silent for too long is fenced: its blocks would
+        never be free again."""
+        limit_s = self._hub.timings.pull_s
+        until = perf_counter() + limit_s
+        while (silent := await ask()) and matters():
+            if perf_counter() >= until:
+                for link in silent:
+                    side.fence(link, f"it has not ended a transfer for {limit_s:g} s")
+            await asyncio.sleep(self._hub.timings.retry_s)
 
     def _spawn(self, work: Coroutine[Any, Any, Any], what: str) -> "asyncio.Task[Any]":
         return self._hub.background.spawn(work, f"{what} request {self._prompt.handle}")

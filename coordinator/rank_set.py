@@ -124,6 +124,10 @@ class RankSet:
             self.refuse(refusal)
             raise refusal
 
+    def fence(self, link: RankLink, reason: str) -> None:
+        """Treats a rank as lost that answers, but not what it is asked; nothing happens if it is lost already."""
+        self._lose(link, reason)
+
     async def run(self) -> None:
         """Serves, epoch after epoch, until cancelled or until a first start fails."""
         openings = 0

@@ -679,3 +679,28 @@ async def test_a_lease_that_cannot_be_ended_is_over_once_its_rank_is_lost():
         await harness.replace(0)
         await harness.until(lambda status: status.state == "serving")
         await harness.until_idle()
+
+
+@pytest.mark.parametrize("call", ["end_pull", "end_lease"])
+async def test_a_rank_that_never_ends_a_transfer_is_fenced(call):
+    """It answers everything else."""
+    async with cluster(prefill={}, timings=replace(FAST, pull_s=0.3, beside_s=0.1)) as harness:
+        rank = harness.ranks[0 if call == "end_lease" else 1]
+        rank.kv.failures = [FINAL] if call == "end_pull" else []
+
+        async def never(request):
+            await asyncio.Event().wait()
+
+        setattr(rank.kv, call, never)
+        heard = await harness.generate(PROMPT)
+        if call == "end_pull":
+            assert "rank 1: it has not ended a transfer for 0.3 s" in heard.error.message
+        else:
+            assert heard.token_ids == continuation(PROMPT, 8)
+        status = await harness.until(lambda status: status.state == "degraded")
+        assert status.ranks[rank.rank].state == "lost"
+        await rank.die()
+        await harness.replace(rank.rank)
+        await harness.until(lambda status: status.state == "serving")
+        assert (await harness.generate(PROMPT)).token_ids == continuation(PROMPT, 8)
+        await harness.until_idle()
