@@ -71,11 +71,20 @@ class KvMover:
         After an error some ranks may go on writing; a further `move` stops them first, `end_pulls` for good.
         """
         self._tokens = max(self._tokens, end)
-        tables = self._source.tables()
+        tables = self._committed_tables()
         await self._lease(tables)
         self._columns = [len(table) for table in tables]
         self._attempt += 1
         return await all_or_first_error(self._pull(link, start, end) for link in self._readers(start, end))
+
+    def _committed_tables(self) -> Tables:
+        """The source's tables as far as they hold the tokens that may be read: the rest belongs to a step that may not have
+        reached the ranks yet, and would make the blocks look handed out again."""
+        layout, offset = self._source.side.layout, self._source.shard_offset()
+        return [
+            table[: layout.blocks_needed(layout.shard_on(member, offset), self._tokens)]
+            for member, table in enumerate(self._source.tables())
+        ]
 
     async def renew(self) -> None:
         """Prolongs the leases; what can't be reached is left to expire."""

@@ -89,6 +89,9 @@ class FakeKv:
         assert request.first_column <= len(held.blocks) and request.ttl_ms and request.target_ranks
         held.blocks[request.first_column : request.first_column + len(request.block_ids)] = request.block_ids
         held.tokens = max(held.tokens, request.tokens)
+        shard = self._layout.shard_on(self._member, held.shard_offset)
+        # More would be blocks of a step that is still under way: a real rank may see them handed out after the lease.
+        assert len(held.blocks) == self._layout.blocks_needed(shard, held.tokens), "blocks of unfinished steps are leased"
         return rank_pb2.LeaseResponse()
 
     async def end_lease(self, request: rank_pb2.EndLeaseRequest) -> rank_pb2.EndLeaseResponse:

@@ -499,8 +499,16 @@ async def test_a_prefill_rank_that_is_lost_between_moves_leaves_no_session_on_th
         source, target = harness.ranks
         pulled = asyncio.create_task(target.kv.hold())
         call = asyncio.create_task(harness.generate([1] * 100))
+        await asyncio.sleep(0)  # `hold` has begun
+        at_gate, reached = target.kv.at_gate, target.kv.at_gate.set
+
+        def reached_while_the_prompt_is_under_way() -> None:
+            source.gate.clear()
+            reached()
+
+        at_gate.set = reached_while_the_prompt_is_under_way  # type: ignore[method-assign]
         await pulled
-        await source.hold()
+        await asyncio.wait_for(source.at_gate.wait(), 5)
         target.kv.gate.set()
         (session,) = [live.relay for live in harness.home.serving._live.values()]
         await eventually(lambda: session.state.moved and session.state.moving is None)

@@ -10,10 +10,15 @@ from cp_layout.cost import Rates, Work, seconds
 from cp_layout.rates import MAX_SURPRISE, Exchange, Link, link_of, refined, with_link
 
 amounts = st.floats(0, 1e12)
+pages = st.integers(1, 2**12).map(lambda count: count << 12)
 works = st.builds(Work, *[amounts] * 7)
 
 
-@given(st.floats(1e-6, 1e-1), st.floats(1e-12, 1e-6), st.lists(st.integers(1, 2**24), min_size=2, unique=True))
+@given(
+    st.floats(1e-6, 1e-1),
+    st.floats(1e-12, 1e-6),
+    st.lists(pages, min_size=2, unique=True),
+)
 def test_a_link_is_the_line_through_its_exchanges(latency_s: float, s_per_byte: float, sizes: list[int]) -> None:
     link = link_of([Exchange(size, latency_s + size * s_per_byte) for size in sizes])
     for size in sizes:
