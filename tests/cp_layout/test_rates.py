@@ -16,7 +16,7 @@ works = st.builds(Work, *[amounts] * 7)
 
 @given(
     st.floats(1e-6, 1e-1),
-    st.floats(1e-12, 1e-6),
+    st.floats(1e-10, 1e-6),
     st.lists(pages, min_size=2, unique=True),
 )
 def test_a_link_is_the_line_through_its_exchanges(latency_s: float, s_per_byte: float, sizes: list[int]) -> None:
