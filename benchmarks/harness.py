@@ -37,8 +37,9 @@ def integers(minimum: int) -> Callable[[str], list[int]]:
 
 @contextmanager
 def cluster(*flags: str) -> Iterator[Client]:
-    """`kvloom up` with these flags; its log goes to stderr. Stopped afterwards."""
+    """`kvloom up` with these flags; its log goes to stderr. Stopped afterwards, also when the benchmark is told to go."""
     command = [sys.executable, "-m", "cp_client.cli", "up", *flags]
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=same_code_environment()) as process:
         try:
             assert process.stdout is not None

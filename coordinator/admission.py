@@ -62,6 +62,8 @@ class Admission:
         self._handles = handles
         self._active: dict[str, Accepted] = {}
         self.closed = False
+        self.complete = True
+        """Whether all ranks that a request may need have served; until then nothing is admitted."""
         self.changes = Changes()
 
     @property
@@ -165,6 +167,8 @@ class Admission:
     def _check_open(self) -> None:
         if self.closed:
             raise Unavailable("the server is draining", retry_after_s=RETRY_AFTER_S)
+        if not self.complete:
+            raise Unavailable("some of the ranks have not served yet", retry_after_s=RETRY_AFTER_S)
 
     def _pick(self) -> RankSet:
         self._check_open()

@@ -91,6 +91,8 @@ class Coordinator:
             SeedSource(options.seed),
             count(1),
         )
+        # Without the other side the first prompts would be computed on the wrong one, or judged by the wrong limits.
+        self.admission.complete = self.handover is None
         self._by_rank = {rank: home for home in self.sets for rank in home.seats}
         self._registry = RegistryServicer(sides[0].config, self._by_rank)
         control = ControlServicer(self.status, self.effective_config, self.drain, self.changes)
@@ -205,7 +207,9 @@ class Coordinator:
     def _on_change(self) -> None:
         if all(home.ready for home in self.sets):
             self._started.set()
-        self._server.set_serving(any(home.ready for home in self._homes) and not self.admission.closed)
+            self.admission.complete = True
+        open_ = self.admission.complete and not self.admission.closed
+        self._server.set_serving(open_ and any(home.ready for home in self._homes))
         self.changes.announce()
 
     def _died(self, name: str, error: Exception) -> None:

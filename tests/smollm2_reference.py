@@ -11,6 +11,9 @@ from typing import Any
 
 import pytest
 
+from cp_client import Client
+from cp_client.events import Event
+
 PATH = Path(__file__).parent / "data" / "smollm2_reference.json"
 NEW_TOKENS = 64
 TOP = 20
@@ -55,6 +58,25 @@ def compute(gguf: Path) -> list[dict[str, Any]]:
 def load() -> list[dict[str, Any]]:
     """The committed reference."""
     return json.loads(PATH.read_text())
+
+
+def assert_answers(client: Client) -> list[Event]:
+    """A cluster that computes in fp32 gives the reference's tokens and log-probabilities, all prompts at once; returns the last
+    event of each."""
+    reference = load()
+    streams = [
+        client.generate(token_ids=case["prompt_ids"], max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, top_logprobs=TOP)
+        for case in reference
+    ]
+    ends = []
+    for case, stream in zip(reference, streams, strict=True):
+        events = list(stream)
+        assert [token for event in events for token in event.token_ids] == case["output_ids"], case["prompt"][:40]
+        positions = [position for event in events for position in event.logprobs]
+        for expected, actual in zip(case["top_logprobs"], positions, strict=True):
+            assert_close(expected, dict(actual.top))
+        ends.append(events[-1])
+    return ends
 
 
 def assert_close(expected: Sequence[Sequence[float]], actual: Mapping[int, float], tolerance: float = 1e-3) -> None:

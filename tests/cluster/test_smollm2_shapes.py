@@ -22,20 +22,4 @@ def test_ids_and_logprobs(tmp_path, shape, interleave):
     tp, pcp, dcp = shape
     flags = ["-tp", str(tp), "-pcp", str(pcp), "-dcp", str(dcp), "--cp-kv-cache-interleave-size", str(interleave)]
     with kvloom_up(*flags, "--dtype", "float32", "--kv-cache-tokens-per-rank", "2048", log=tmp_path / "stderr") as running:
-        reference = smollm2_reference.load()
-        streams = [
-            running.client.generate(
-                token_ids=case["prompt_ids"],
-                max_tokens=smollm2_reference.NEW_TOKENS,
-                temperature=0.0,
-                ignore_eos=True,
-                top_logprobs=smollm2_reference.TOP,
-            )
-            for case in reference
-        ]
-        for case, stream in zip(reference, streams, strict=True):
-            events = list(stream)
-            assert [token for event in events for token in event.token_ids] == case["output_ids"], case["prompt"][:40]
-            positions = [position for event in events for position in event.logprobs]
-            for expected, actual in zip(case["top_logprobs"], positions, strict=True):
-                smollm2_reference.assert_close(expected, dict(actual.top))
+        smollm2_reference.assert_answers(running.client)

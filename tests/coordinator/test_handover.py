@@ -4,6 +4,7 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from coordinator import text_worker
 from coordinator.app import Coordinator, Options
@@ -516,6 +517,21 @@ async def test_a_prefill_rank_that_is_lost_between_moves_leaves_no_session_on_th
         await source.die()
         assert (await call).token_ids == continuation([1] * 100, 8)
         await eventually(lambda: target.kv.attempts.keys() <= target.kv.ended)
+
+
+async def test_nothing_is_admitted_before_both_sides_have_served_once():
+    async with cluster(ranks=[], prefill={}, wait=False) as harness:
+        harness.ranks += [FakeRank(0), FakeRank(1)]
+        await harness.ranks[1].start(harness.address)
+        await harness.until(lambda status: status.ranks[1].state == "ready")
+        assert await harness.health() == HealthCheckResponse.NOT_SERVING
+        refused = await harness.generate(PROMPT)
+        assert refused.error is not None and "some of the ranks have not served yet" in refused.error.message
+        await harness.ranks[0].start(harness.address)
+        await harness.until(lambda status: status.state == "serving")
+        assert await harness.health() == HealthCheckResponse.SERVING
+        assert (await harness.generate(PROMPT)).token_ids == continuation(PROMPT, 8)
+        assert not (await harness.status()).transfers.recomputed
 
 
 async def test_without_prefill_ranks_prompts_are_computed_where_outputs_are():

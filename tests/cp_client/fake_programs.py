@@ -96,6 +96,17 @@ def freeze_if_told(args):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def spared(args):
+    """Whether this is the first life that finds no file --spare."""
+    try:
+        os.close(os.open(args.spare, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    except FileNotFoundError:  # no file was named
+        return False
+    return True
+
+
 def rank_main(args):
     freeze_if_told(args)
     if args.also == args.rank:
@@ -115,7 +126,7 @@ def rank_main(args):
             rpc.RegistryServiceStub(channel).Register(request, timeout=10)
         except grpc.RpcError:
             return 1
-    if args.die_always == args.rank:
+    if args.die_always == args.rank and not spared(args):
         return 3
     sys.stdin.read()
     return 0
@@ -131,6 +142,7 @@ def main(argv):
     parser.add_argument("--refuse", default="")
     parser.add_argument("--silent", action="store_true")
     parser.add_argument("--freeze", default="")
+    parser.add_argument("--spare", default="")
     parser.add_argument("--fifo", help="a rank with --fail waits here for the one with --also")
     parser.add_argument("--running", type=int, default=0, help="requests in the coordinator's status")
     parser.add_argument("--loaded", type=float, default=0.0)
