@@ -15,8 +15,8 @@ from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.decode_program import ARGUMENT, TILE, DecodeProgram, partial_floats, scratch_floats
-from rank_server.attention.emitter import LANES, Compiled
-from rank_server.attention.openmp import parallel, serial
+from rank_server.compiled.emitter import LANES, Compiled
+from rank_server.compiled.openmp import parallel, serial
 
 FEW_QUERIES = 4
 """Queries of one row that read its keys one after the other; more of them are better off with keys read once for all."""

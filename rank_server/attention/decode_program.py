@@ -7,7 +7,7 @@ A thread takes its keys a tile at a time: scores, softmax weights relative to th
 import numpy as np
 from llvmlite import ir
 
-from rank_server.attention.emitter import F32, F64, HALVES, I32, I64, LANES, VECTOR, WORDS, Compiled, Emitter, translate
+from rank_server.compiled.emitter import F32, F64, HALVES, I32, I64, LANES, VECTOR, WORDS, Compiled, Emitter, translate
 
 TILE = 64
 """Keys between two looks at the highest score."""

@@ -13,8 +13,8 @@ from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.cpu import CpuKernels
 from rank_server.attention.cpu_decode import FEW_QUERIES, FEWEST_KEYS, MOST_RANGES, CpuDecode, Queries, fits, suits
 from rank_server.attention.decode_program import TILE
-from rank_server.attention.openmp import parallel
 from rank_server.attention.partial import paged_partial
+from rank_server.compiled.openmp import parallel
 from tests.rank_server.attention.dense import dense_attention
 from tests.rank_server.attention.test_partial import CONSECUTIVE, SCALE, SCATTERED, Case, make
 
