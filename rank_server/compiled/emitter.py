@@ -15,7 +15,7 @@ LANES = 16
 I16, I32, I64, F32, F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 VECTOR, HALVES, WORDS = (ir.VectorType(each, LANES) for each in (F32, I16, I32))
 POINTER = ir.PointerType()
-_BYTES = {I16: 2, I32: 4, I64: 8, F32: 4, F64: 8, VECTOR: 64, HALVES: 32}
+_BYTES = {I16: 2, I32: 4, I64: 8, F32: 4, F64: 8, VECTOR: 64, HALVES: 32, WORDS: 64}
 
 
 class Emitter:
