@@ -2,9 +2,13 @@
 
 from collections.abc import Sequence
 from math import prod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from rank_server.compiled.slots import RowStore
 
 
 class KvPool:
@@ -48,6 +52,8 @@ class KvPool:
         elif len(memory) != prod(shape) * dtype.itemsize:
             raise ValueError(f"memory of {len(memory)} bytes for a KV pool of {prod(shape) * dtype.itemsize}")
         self._data = memory.view(dtype).view(shape)
+        self._layers = [tuple(layer) for layer in self._data]
+        self._stores = _stores(self._layers) if memory.device.type == "cpu" else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -70,7 +76,8 @@ class KvPool:
 
     def cache(self, layer: int) -> tuple[Tensor, Tensor]:
         """K and V of a layer, [num_blocks, block_size, num_kv_heads, head_dim] each; views."""
-        return self._data[layer, 0], self._data[layer, 1]
+        k, v = self._layers[layer]
+        return k, v
 
     def write(self, layer: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Stores k and v [T, num_kv_heads, head_dim] at slots [T] int64 (block_id·B + offset), cast to the cache's dtype.
@@ -88,12 +95,14 @@ class KvPool:
         self._write(layer, (latents.unsqueeze(1),), slots)
 
     def _write(self, layer: int, rows: tuple[Tensor, ...], slots: Tensor) -> None:
+        if self._stores is not None and self._stores[layer](rows, slots):
+            return
         mine = slots >= 0
         if not mine.all():
             slots, rows = slots[mine], tuple(x[mine] for x in rows)
         if slots.numel() == 0:
             return
-        for cache, x in zip(self._data[layer], rows, strict=True):
+        for cache, x in zip(self._layers[layer], rows, strict=True):
             cache.view(-1, self.num_kv_heads, self.head_dim)[slots] = x.to(cache.dtype)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,3 +113,9 @@ class KvPool:
     def fill_nan(self, blocks: Sequence[int]) -> None:
         """Fills the blocks with NaN in every layer: a debug aid that makes any read of stale data visible."""
         self._data[:, :, list(blocks)] = torch.nan
+
+
+def _stores(layers: Sequence[Sequence[Tensor]]) -> "list[RowStore]":
+    from rank_server.compiled.slots import RowStore  # it needs a compiler
+
+    return [RowStore(caches) for caches in layers]

@@ -24,7 +24,10 @@ class CpuKernels:
             return paged_partial(q, k_cache, v_cache, batch, scale)
         if self._sorted is None or self._sorted.batch is not batch:
             self._sorted = _Sorted.of(batch)
-        out, lse = paged_partial(q, k_cache, v_cache, self._sorted.others, scale)
+        if self._sorted.covered == q.shape[0]:
+            out, lse = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+        else:
+            out, lse = paged_partial(q, k_cache, v_cache, self._sorted.others, scale)
         if self._sorted.few:
             self._decode.attend(q, k_cache, v_cache, self._sorted.few, batch, scale, out, lse)
         return out, lse
@@ -45,10 +48,12 @@ class _Sorted:
 
     batch: AttentionBatch
     few: tuple[AttentionRow, ...]
+    covered: int
+    """Queries of these rows."""
     others: AttentionBatch
 
     @classmethod
     def of(cls, batch: AttentionBatch) -> "_Sorted":
         few = tuple(row for row in batch.rows if cpu_decode.few(row))
         others = tuple(row for row in batch.rows if not cpu_decode.few(row))
-        return cls(batch, few, replace(batch, rows=others))
+        return cls(batch, few, sum(row.q_len for row in few), replace(batch, rows=others))

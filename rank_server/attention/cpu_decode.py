@@ -44,9 +44,9 @@ def fits(dtype: torch.dtype, share: int, head_dim: int) -> bool:
 
 
 @cache
-def program(share: int, head_dim: int, team: bool) -> Compiled:
-    """The compiled program for such heads; takes some tenths of a second when it is first asked for."""
-    return DecodeProgram(share, head_dim, team).translate()
+def program(share: int, head_dim: int, team: bool, wide: bool) -> Compiled:
+    """The compiled program for such heads and queries; takes some tenths of a second when it is first asked for."""
+    return DecodeProgram(share, head_dim, team, wide).translate()
 
 
 def few(row: AttentionRow) -> bool:
@@ -101,8 +101,8 @@ class CpuDecode:
         self._prepared: _Prepared | None = None
 
     def warm_up(self, share: int, head_dim: int) -> None:
-        """Compiles the program."""
-        program(share, head_dim, self._team)
+        """Compiles the program for queries in bf16."""
+        program(share, head_dim, self._team, wide=False)
 
     def attend(
         self,
@@ -125,10 +125,13 @@ class CpuDecode:
         prepared = self._prepared
         if prepared is None or not prepared.serves(batch, q.shape[1], threads):
             prepared = self._prepared = _Prepared.of(rows, batch, q, kv_heads, threads)
-        compiled = program(q.shape[1] // kv_heads, head_dim, self._team)
-        wide = q.to(torch.float32).contiguous()
+        wide = q.dtype != torch.bfloat16
+        compiled = program(q.shape[1] // kv_heads, head_dim, self._team, wide)
+        if wide or q.stride()[1:] != (head_dim, 1):
+            q = q.to(torch.float32 if wide else q.dtype).contiguous()
         argument = prepared.argument
-        argument["q"], argument["out"], argument["lse"] = wide.data_ptr(), out.data_ptr(), lse.data_ptr()
+        argument["q"], argument["q_stride"] = q.data_ptr(), q.stride(0) * q.itemsize
+        argument["out"], argument["lse"] = out.data_ptr(), lse.data_ptr()
         argument["k_cache"], argument["v_cache"] = k_cache.data_ptr(), v_cache.data_ptr()
         argument["block_size"], argument["scale"] = k_cache.shape[1], scale
         assert self._run is not None, "a team has been found"

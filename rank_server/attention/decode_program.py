@@ -7,8 +7,8 @@ A thread takes its keys a tile at a time: scores, softmax weights relative to th
 import numpy as np
 from llvmlite import ir
 
-from rank_server.compiled.emitter import F32, HALVES, I32, I64, LANES, VECTOR, Compiled, Emitter, translate
-from rank_server.compiled.exponential import exponential
+from rank_server.compiled.bfloat import widened
+from rank_server.compiled.emitter import F32, F64, I32, I64, LANES, VECTOR, WORDS, Compiled, Emitter, translate
 
 TILE = 64
 """Keys between two looks at the highest score."""
@@ -18,7 +18,8 @@ CHAINS = 8
 """Sums that are kept in registers at a time."""
 ARGUMENT = np.dtype(
     [
-        ("q", np.int64),  # address of fp32 [T, h, D]
+        ("q", np.int64),  # address of [T, h, D], fp32 or bf16, heads in one piece
+        ("q_stride", np.int64),  # bytes from a token to the next one
         ("k_cache", np.int64),  # address of bf16 [num_blocks, B, hk, D]
         ("v_cache", np.int64),  # the same
         ("out", np.int64),  # address of fp32 [T, h, D]
@@ -52,12 +53,17 @@ def partial_floats(head_dim: int) -> int:
 
 
 class DecodeProgram:
-    """share: query heads of a KV head; head_dim: a multiple of LANES; team: whether OpenMP's threads will run it together."""
+    """share: query heads of a KV head; head_dim: a multiple of LANES; team: whether OpenMP's threads will run it together;
+    wide: whether queries are fp32 instead of bf16.
+    """
 
-    def __init__(self, share: int, head_dim: int, team: bool) -> None:
-        self._share, self._dim, self._chunks = share, head_dim, head_dim // LANES
+    def __init__(self, share: int, head_dim: int, team: bool, wide: bool) -> None:
+        self._share, self._dim, self._chunks, self._wide = share, head_dim, head_dim // LANES, wide
         self._e = e = Emitter("decode")
-        self._call = e.fields(ARGUMENT)
+        argument = e.function.args[0]
+        kinds = {np.dtype(np.int64): I64, np.dtype(np.float64): F64}
+        fields = (ARGUMENT.fields or {}).items()
+        self._call = {name: e.load(e.at(argument, place), kinds[kind]) for name, (kind, place, *_) in fields}
         self._scale = e.splat(e.b.fptrunc(self._call["scale"], F32))
         self._stored = e.times(self._call["kv_heads"], head_dim * 2)
         self._heads = e.times(self._call["kv_heads"], share)
@@ -95,9 +101,10 @@ class DecodeProgram:
     def _attend(self, row: ir.Value, number: ir.Value, table: ir.Value, begin: ir.Value, end: ir.Value) -> None:
         e = self._e
         token = e.load(self._call["tokens"], I64, row)
-        source = e.at(self._call["q"], e.times(token, self._heads, 4 * self._dim))
+        source = e.at(self._call["q"], e.times(token, self._call["q_stride"]))
         with e.loop(0, e.times(self._heads, self._chunks)) as chunk:
-            e.store(e.b.fmul(e.load(source, VECTOR, chunk), self._scale), self._query, chunk)
+            query = e.load(source, VECTOR, chunk) if self._wide else widened(e, source, chunk)
+            e.store(e.b.fmul(query, self._scale), self._query, chunk)
         with e.loop(0, self._heads) as head:
             partial = self._partial(number, head)
             for chunk in range(self._chunks):
@@ -137,10 +144,6 @@ class DecodeProgram:
         place = e.load(places, I64, j)
         return e.at(self._call[cache], e.times(place, self._stored), e.times(kv_head, 2 * self._dim))
 
-    def _widened(self, address: ir.Value, chunk: int) -> ir.Value:
-        """LANES numbers in bf16 → fp32."""
-        return self._e.widened(self._e.load(address, HALVES, chunk))
-
     def _score(self, kv_head: ir.Value, places: ir.Value, next_places: ir.Value, count: ir.Value) -> None:
         """Scores of a tile's keys, LANES at a time; asks for the tile's values and for the keys of the next one."""
         e = self._e
@@ -157,7 +160,7 @@ class DecodeProgram:
                     for line in range(0, 2 * self._dim, LINE):
                         e.prefetch(e.at(each, line))
                 keys_at = self._stored_at("k_cache", places, key, kv_head)
-                keys = [self._widened(keys_at, chunk) for chunk in range(self._chunks)]
+                keys = [widened(e, keys_at, chunk) for chunk in range(self._chunks)]
                 for member in range(self._share):
                     total = None
                     for chunk, part in enumerate(keys):
@@ -166,8 +169,45 @@ class DecodeProgram:
                     e.store(total, self._sums, e.at(j, member * LANES))
             with e.loop(0, self._share) as member:
                 sums = [e.load(self._sums, VECTOR, e.at(e.times(member, LANES), j)) for j in range(LANES)]
-                scores = e.b.select(e.lanes_below(block), e.across_each(sums), e.number(float("-inf"), VECTOR))
+                scores = e.b.select(e.lanes_below(block), self._across_each(sums), e.number(float("-inf"), VECTOR))
                 e.store(scores, e.at(self._weights, e.times(member, 4 * TILE), e.times(first, 4)))
+
+    def _across_each(self, vectors: list[ir.Value]) -> ir.Value:
+        """Sums over the lanes of LANES vectors, one a lane: pairs of vectors are folded into one, four times."""
+        e = self._e
+        distance = LANES // 2
+        while distance:
+            # Lane l of x and lane l + distance add up in lane l of the result, those of y in lane l + distance.
+            low = [lane & distance == 0 for lane in range(LANES)]
+            kept = [lane if low[lane] else LANES + lane for lane in range(LANES)]
+            moved = [lane + distance if low[lane] else LANES + lane - distance for lane in range(LANES)]
+            half = len(vectors) // 2
+            pairs = zip(vectors[:half], vectors[half:], strict=True)
+            vectors, distance = [e.b.fadd(e.shuffle(x, y, kept), e.shuffle(x, y, moved)) for x, y in pairs], distance // 2
+        return vectors[0]
+
+    def _exp(self, x: ir.Value) -> ir.Value:
+        """exp(x) of x ≤ 0 to 1 ulp, but at least 2^-126; NaN of NaN.
+
+        x = n·ln 2 + r with |r| ≤ ln 2 / 2; ln 2 stands in two parts, the first of which n multiplies exactly; e^r is the
+        polynomial of the Cephes library.
+        """
+        e = self._e
+        lowest, kind = e.number(-87.0, x.type), x.type
+        x = e.b.select(e.b.fcmp_ordered("<", x, lowest), lowest, x)
+        n = e.intrinsic("roundeven", e.b.fmul(x, e.number(1.4426950408889634, kind)))
+        r = e.sum_of_products(n, e.number(-0.693359375, kind), x)
+        r = e.sum_of_products(n, e.number(2.12194440e-4, kind), r)
+        p = e.number(1.9875691500e-4, kind)
+        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
+            p = e.sum_of_products(p, r, e.number(c, kind))
+        p = e.b.fadd(e.sum_of_products(e.b.fmul(p, r), r, r), e.number(1.0, kind))
+        # NaN has no integer: it is kept by p, and n is replaced.
+        n = e.b.select(e.b.fcmp_ordered(">", n, e.number(-126.0, kind)), n, e.number(-126.0, kind))
+        words = WORDS if kind == VECTOR else I32
+        bits = (ir.Constant(words, [c] * LANES if kind == VECTOR else c) for c in (127, 23))
+        power = e.b.shl(e.b.add(e.b.fptosi(n, words), next(bits)), next(bits))
+        return e.b.fmul(p, e.b.bitcast(power, kind))
 
     def _soften(self, partial: ir.Value, member: ir.Value, count: ir.Value) -> None:
         """Scores of a tile → weights relative to the highest score so far, which is kept, as is the sum of the weights."""
@@ -181,12 +221,12 @@ class DecodeProgram:
         base, total = e.splat(highest), e.variable(e.number(0.0, VECTOR))
         with e.loop(0, count, LANES) as first:
             at = e.at(weights, e.times(first, 4))
-            weight = exponential(e, e.b.fsub(e.load(at), base))
+            weight = self._exp(e.b.fsub(e.load(at), base))
             weight = e.b.select(e.lanes_below(e.b.sub(count, first)), weight, e.number(0.0, VECTOR))
             e.store(weight, at)
             e.set(total, e.b.fadd(e.get(total), weight))
         raised = e.b.fcmp_ordered(">", highest, before)
-        shrink = e.b.select(raised, exponential(e, e.b.fsub(before, highest)), e.number(1.0))
+        shrink = e.b.select(raised, self._exp(e.b.fsub(before, highest)), e.number(1.0))
         e.store(highest, partial, self._dim)
         sum_before = e.load(partial, F32, self._dim + 1)
         e.store(e.sum_of_products(sum_before, shrink, e.across(e.get(total), e.b.fadd)), partial, self._dim + 1)
@@ -206,7 +246,7 @@ class DecodeProgram:
                         sums[member, chunk] = (partial, e.variable(e.b.fmul(e.load(partial, VECTOR, chunk), shrink)))
                 with e.loop(0, count) as j:
                     values_at = self._stored_at("v_cache", places, j, kv_head)
-                    values = {chunk: self._widened(values_at, chunk) for chunk in chunks}
+                    values = {chunk: widened(e, values_at, chunk) for chunk in chunks}
                     for member in members:
                         weight = e.splat(e.load(self._weights, F32, e.at(j, member * TILE)))
                         for chunk in chunks:
@@ -229,7 +269,7 @@ class DecodeProgram:
             total = e.variable(e.number(0.0))
             with e.loop(begin, end) as number:
                 partial = self._partial(number, head)
-                shrink = exponential(e, e.b.fsub(e.load(partial, F32, self._dim), highest))
+                shrink = self._exp(e.b.fsub(e.load(partial, F32, self._dim), highest))
                 e.set(total, e.sum_of_products(shrink, e.load(partial, F32, self._dim + 1), e.get(total)))
                 for chunk, each in enumerate(sums):
                     e.set(each, e.sum_of_products(e.splat(shrink), e.load(partial, VECTOR, chunk), e.get(each)))

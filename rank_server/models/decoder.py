@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cp_layout.cuts import cut
 from cp_layout.model_shape import ModelShape
 from rank_server.collectives.base import Group
 from rank_server.models.ends import embed, gathered
 from rank_server.models.linear import Linear
+from rank_server.models.operations import operations_for
 from rank_server.models.resident import DecoderWeights, LayerMatrices
-from rank_server.models.rotary import Rotary, rotate
+from rank_server.models.rotary import Rotary
 from rank_server.models.sharding import key_heads, query_heads, vocabulary
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -60,6 +60,7 @@ class DecoderModel:
         self._tp = tp_group
         self._weights = weights
         self._rotary = Rotary(shape, weights.embedding.device)
+        self._operations = operations_for(weights.embedding.device, weights.dtype)
         first, last = query_heads(shape, tp_group.size, tp_group.index)
         self._num_q = last - first
         first, last = key_heads(shape, tp_group.size, tp_group.index)
@@ -104,17 +105,11 @@ class DecoderModel:
         way = self._way(split)
         x = self._embed(token_ids)
         cos, sin = self._rotary.at(positions, x.dtype)
-        turning = self._num_q + self._num_kv
+        eps = self._shape.rms_norm_eps
         for index, (layer, matrices) in enumerate(zip(self._weights.layers, way.layers, strict=True)):
             heads = self._qkv(self._norm(x, layer.input_norm), matrices.qkv, way.qkv_group)
-            q_k = heads[:, :turning]
-            if layer.head_norm is not None:
-                of_queries, of_keys = layer.head_norm
-                q_k = torch.cat(
-                    (self._norm(heads[:, : self._num_q], of_queries), self._norm(heads[:, self._num_q : turning], of_keys)), 1
-                )
-            turned = rotate(q_k, cos, sin)
-            attended = attend(index, turned[:, : self._num_q], turned[:, self._num_q :], heads[:, turning:]).flatten(1)
+            q, k, v = self._operations.turn(heads, self._num_q, cos, sin, layer.head_norm, eps)
+            attended = attend(index, q, k, v).flatten(1)
             total = _carried(x, way.sum_group)
             for matrix, (first, last) in zip(matrices.output, matrices.output_columns, strict=True):
                 total = _added(matrix, attended[:, first:last], total)
@@ -156,8 +151,7 @@ class DecoderModel:
         return local.view(len(local), heads, head_dim)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        # torch computes it in fp32 whatever the dtype of x.
-        return functional.rms_norm(x, (x.shape[-1],), weight, self._shape.rms_norm_eps)
+        return self._operations.rms_norm(x, weight, self._shape.rms_norm_eps)
 
 
 def _carried(x: Tensor, group: Group | None) -> Tensor | None:

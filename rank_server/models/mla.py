@@ -8,13 +8,13 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from cp_layout.model_shape import MlaShape, ModelShape
 from rank_server.collectives.base import Group
 from rank_server.models.decoder import SplitGroups
 from rank_server.models.ends import embed, gathered
 from rank_server.models.mla_weights import MlaLayer, MlaWeights
+from rank_server.models.operations import operations_for
 from rank_server.models.rotary import Rotary, rotate, rotate_pairs
 from rank_server.models.sharding import query_heads, vocabulary
 
@@ -38,6 +38,7 @@ class MlaModel:
         self._tp = tp_group
         self.weights = weights
         self._rotary = Rotary(shape, weights.embedding.device)
+        self._operations = operations_for(weights.embedding.device, weights.dtype)
         first, last = query_heads(shape, tp_group.size, tp_group.index)
         self._heads = last - first
         self._vocabulary = [vocabulary(shape, tp_group.size, member) for member in range(tp_group.size)]
@@ -71,16 +72,16 @@ class MlaModel:
         first = layer.first(x)
         q, latent = first[:, : -mla.latent_dim], first[:, -mla.latent_dim :]
         if layer.q_norm is not None and layer.q_up is not None:
-            q = layer.q_up(functional.rms_norm(q, q.shape[-1:], layer.q_norm, LORA_NORM_EPS))
+            q = layer.q_up(self._operations.rms_norm(q, layer.q_norm, LORA_NORM_EPS))
         q = q.unflatten(-1, (self._heads, mla.qk_head_dim))
         turn = rotate_pairs if mla.rope_interleave else rotate
         q = torch.cat((q[..., : mla.qk_nope_head_dim], turn(q[..., mla.qk_nope_head_dim :], cos, sin)), -1)
         compressed, key = latent[:, : mla.kv_lora_rank], latent[:, None, mla.kv_lora_rank :]
-        compressed = functional.rms_norm(compressed, compressed.shape[-1:], layer.latent_norm, LORA_NORM_EPS)
+        compressed = self._operations.rms_norm(compressed, layer.latent_norm, LORA_NORM_EPS)
         return q, torch.cat((compressed, turn(key, cos, sin)[:, 0]), -1)
 
     def _sum(self, x: Tensor) -> Tensor:
         return x if self._tp.size == 1 else self._tp.all_reduce(x)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        return functional.rms_norm(x, (x.shape[-1],), weight, self._shape.rms_norm_eps)
+        return self._operations.rms_norm(x, weight, self._shape.rms_norm_eps)

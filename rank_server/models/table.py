@@ -17,6 +17,7 @@ from rank_server.models import weights as weight_files
 from rank_server.models.decoder import DecoderModel, SplitGroups
 from rank_server.models.mla import MlaModel
 from rank_server.models.mla_weights import MlaWeights
+from rank_server.models.operations import operations_for
 from rank_server.models.resident import DecoderWeights
 
 Model = DecoderModel | MlaModel
@@ -38,8 +39,10 @@ def load_weights(
 
 def resident_weights(shape: ModelShape, weights: MutableMapping[str, Tensor], num_parts: int) -> Weights:
     """The loaded weights in the order in which passes read them, cut for passes that so many replicas share; empties
-    `weights`."""
-    return _classes(shape)[0].of(shape, weights, num_parts)
+    `weights`. What passes compile is compiled."""
+    resident = _classes(shape)[0].of(shape, weights, num_parts)
+    operations_for(resident.embedding.device, resident.dtype).warm_up(shape.rms_norm_eps, shape.qk_norm)
+    return resident
 
 
 def build_model(shape: ModelShape, weights: Weights, tp_group: Group, split: SplitGroups | None = None) -> Model:

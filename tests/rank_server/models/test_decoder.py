@@ -129,6 +129,17 @@ def test_low_precision_stays_near_and_answers_in_fp32(tiny, dtype, tp):
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("tokens", [1, 17, 70])
+def test_bfloat16_with_heads_that_are_turned_in_place(tiny, family, tokens):
+    """Alone and as parts of prompts; Qwen3 norms its heads before."""
+    path, ids = tiny(family=family, head_dim=32), prompt_of(tokens)
+    expected = logits_reference(path, ids)
+    logits = on_members(path, 1, lambda model, group: whole_prompt(model, ids), torch.bfloat16)[0]
+    assert float((logits - expected).pow(2).mean().sqrt() / expected.std()) < 0.1
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("tensor", ["self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"])
 def test_the_oracle_notices_swapped_parts(tiny, tensor):
     """The seeded model tells KV heads, FFN columns and heads apart: exchanging halves of any matrix moves the logits."""

@@ -1,0 +1,51 @@
+"""Programs over the rows of a batch: few rows on the caller's thread, many dealt out to all threads.
+
+What a row's result is must not depend on which thread has it.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from llvmlite import ir
+
+from rank_server.compiled.emitter import I32, I64, Compiled, Emitter
+from rank_server.compiled.openmp import parallel
+
+FEW_ROWS = 32
+"""So many rows are done before other threads have begun."""
+
+
+class RowCall:
+    """The translation of a program that was written with `arguments` and `own_rows`."""
+
+    def __init__(self, compiled: Compiled) -> None:
+        self._compiled = compiled
+        # Python's lock is kept: to give it away and get it back takes longer than few rows.
+        self._alone = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(compiled.address)
+        self._together = parallel()
+
+    def __call__(self, rows: int, *arguments: int) -> None:
+        """arguments: the others of the program."""
+        call = (ctypes.c_int64 * (1 + len(arguments)))(rows, *arguments)
+        if rows <= FEW_ROWS or self._together is None:
+            self._alone(call)
+        else:
+            self._together(self._compiled.address, ctypes.addressof(call), torch.get_num_threads())
+
+
+def arguments(e: Emitter, count: int) -> list[ir.Value]:
+    """The program's arguments, 64-bit integers: the number of rows first."""
+    return [e.load(e.function.args[0], I64, index) for index in range(count)]
+
+
+@contextmanager
+def own_rows(e: Emitter, rows: ir.Value) -> Iterator[ir.Value]:
+    """Loop over the rows of the thread that runs the program; yields the row's number."""
+    thread, size = e.integer(0), e.integer(1)
+    if parallel() is not None:
+        thread, size = (e.b.sext(e.call(f"omp_get_{name}", I32), I64) for name in ("thread_num", "num_threads"))
+    first, last = (e.b.sdiv(e.times(rows, each), size) for each in (thread, e.at(thread, 1)))
+    with e.loop(first, last) as row:
+        yield row
