@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from itertools import count, pairwise
+from itertools import count
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from benchmarks.compare import measure, of_rank, of_transformers
+from benchmarks.crossings import crossover
 from benchmarks.harness import cluster, integers, machine, parser, report, spread
 from cp_client import Client
 from cp_client.guard import guarded
@@ -90,17 +91,6 @@ def in_turn(ways: dict[str, Callable[[], object]], runs: int) -> dict[str, list[
             if run:
                 times[name].append((time.perf_counter() - begun) * 1000)
     return times
-
-
-def crossover(contexts: Sequence[int], q: Sequence[float], kv: Sequence[float]) -> float | None:
-    """Context at which gathering queries becomes cheaper, between the two measured around it; None: nowhere."""
-    gaps = [a - b for a, b in zip(q, kv, strict=True)]
-    if gaps[0] <= 0:
-        return float(contexts[0])
-    for (start, before), (stop, after) in pairwise(zip(contexts, gaps, strict=True)):
-        if after <= 0 < before:
-            return start + (stop - start) * before / (before - after)
-    return None
 
 
 def predicted_crossover(new_tokens: int) -> float:

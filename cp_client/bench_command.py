@@ -8,6 +8,7 @@ from cp_client.interpreter import same_code_environment
 
 BENCHMARKS = (
     "attention",
+    "chooser",
     "collectives",
     "compare",
     "decode",
@@ -17,6 +18,7 @@ BENCHMARKS = (
     "pd-waste",
     "prefill",
     "transfer",
+    "zigzag",
 )
 
 

@@ -2,14 +2,8 @@
 
 import pytest
 
-from benchmarks.mla import DC, DR, DV, HEADS, crossover, predicted_crossover, reorganisation, write_model
+from benchmarks.mla import DC, DR, DV, HEADS, predicted_crossover, reorganisation, write_model
 from model_files import open_model
-
-
-def test_the_crossover_lies_between_the_contexts_around_it() -> None:
-    assert crossover([100, 200, 300], [30.0, 30.0, 30.0], [10.0, 20.0, 40.0]) == 250
-    assert crossover([100, 200], [5.0, 5.0], [10.0, 20.0]) == 100
-    assert crossover([100, 200], [50.0, 50.0], [10.0, 20.0]) is None
 
 
 def test_the_prediction_is_that_of_the_bytes() -> None:
