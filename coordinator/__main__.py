@@ -11,7 +11,7 @@ from coordinator.text import TextEdge
 from coordinator.timings import Timings
 from cp_wire import process
 from cp_wire.command_line import ProcessParser
-from cp_wire.flags import add_cluster_flags, integer
+from cp_wire.flags import add_cluster_flags, add_metrics_flag, integer
 from cp_wire.logs import configure_logging
 from cp_wire.sides import sides_from
 from model_files import ModelRefused, open_model
@@ -29,6 +29,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--drain-timeout", type=integer(0), default=5, metavar="S", help="seconds for requests at SIGTERM (default: 5)"
     )
     parser.add_argument("--exit-with-stdin", action="store_true", help="stop when standard input closes")
+    add_metrics_flag(parser)
     add_cluster_flags(parser)
     return parser
 
@@ -38,7 +39,11 @@ async def serve(args: argparse.Namespace) -> int:
     model = open_model(args.model)
     sides = sides_from(args, lambda asked: effective_config(asked, model))
     options = Options(
-        host=args.host, port=args.port, seed=args.seed, recompute_lost_kv=args.kv_load_failure_policy == "recompute"
+        host=args.host,
+        port=args.port,
+        seed=args.seed,
+        recompute_lost_kv=args.kv_load_failure_policy == "recompute",
+        metrics_port=args.metrics_port,
     )
     text = await asyncio.to_thread(TextEdge, model)
     coordinator = Coordinator(sides, model.shape, text, options, Timings(start_s=args.start_timeout))

@@ -29,9 +29,14 @@ from coordinator.timings import Timings
 from cp_layout.capacity import group_capacity_tokens
 from cp_layout.model_shape import ModelShape
 from cp_wire.errors import KvloomError, Unavailable
+from cp_wire.logs import get_logger
+from cp_wire.metrics import families
+from cp_wire.metrics_server import MetricsServer
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
 from cp_wire.serve import Server
 from cp_wire.sides import Side
+
+log = get_logger("coordinator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class Options:
     max_waiting: int = MAX_WAITING
     recompute_lost_kv: bool = True
     """Whether a request whose KV can't be moved is computed where its output is; else it fails."""
+    metrics_port: int = 0
+    """Where metrics are served on `host`; 0 = nowhere."""
 
 
 class Coordinator:
@@ -96,10 +103,12 @@ class Coordinator:
         self._by_rank = {rank: home for home in self.sets for rank in home.seats}
         self._registry = RegistryServicer(sides[0].config, self._by_rank)
         control = ControlServicer(self.status, self.effective_config, self.drain, self.changes)
-        inference = InferenceServicer(self.admission, self._makers[-1].layout.num_shards)
+        self._inference = InferenceServicer(self.admission, self._makers[-1].layout.num_shards)
         self._server = Server(options.host, options.port, "prompt")
+        port = options.metrics_port
+        self._metrics = MetricsServer(options.host, port, lambda: families(self.status())) if port else None
         for add, servicer, name in (
-            (coordinator_pb2_grpc.add_InferenceServiceServicer_to_server, inference, "InferenceService"),
+            (coordinator_pb2_grpc.add_InferenceServiceServicer_to_server, self._inference, "InferenceService"),
             (coordinator_pb2_grpc.add_ControlServiceServicer_to_server, control, "ControlService"),
             (coordinator_pb2_grpc.add_RegistryServiceServicer_to_server, self._registry, "RegistryService"),
         ):
@@ -109,9 +118,11 @@ class Coordinator:
     async def running(self) -> AsyncIterator[str]:
         """Listens and yields HOST:PORT; stops everything at the end. Raises PortInUse."""
         address = await self._server.start()
-        for home in self.sets:
-            self._background.spawn(home.run(), home.spec.name)
         try:
+            if self._metrics is not None:
+                log.info("metrics are served", address=await self._metrics.start())
+            for home in self.sets:
+                self._background.spawn(home.run(), home.spec.name)
             yield address
         finally:
             await self._stop()
@@ -158,6 +169,7 @@ class Coordinator:
             prompts=self._makers[0].layout,
             outputs=self._makers[-1].layout,
             handover=self.handover,
+            requests=self._inference.stats,
         )
         return cluster_status(view, state, last_steps)
 
@@ -230,6 +242,8 @@ class Coordinator:
         for home in self.sets:
             await home.stop(error)
         await self._server.stop(self._timings.stop_s)
+        if self._metrics is not None:
+            await self._metrics.stop()
         self._text.close()
         if not self._fatal.cancel() and not self._fatal.cancelled():
             # Whoever waits has seen it; a process that stops for another reason has no use for it.

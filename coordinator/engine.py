@@ -165,8 +165,7 @@ class Engine:
             self._relay(step, outcome)
             self._predictor.observe(step.facts, outcome.rank_s)
             self.pricing.observe(step, outcome.rank_s)
-            self.meter.count(step)
-            self.meter.record(perf_counter() - started, outcome.rank_s, plan.ByteSize())
+            self.meter.record(step, perf_counter() - started, outcome.rank_s, outcome.collective_s, plan.ByteSize())
 
     async def _text_room(self) -> None:
         while len(self._text_backlog) > MAX_TEXT_BACKLOG:

@@ -3,6 +3,7 @@
 import grpc.aio
 
 from coordinator.admission import Accepted, Admission
+from coordinator.request_stats import CANCELLED, RequestStats
 from coordinator.route import route_of
 from coordinator.stream import Chunk, PromptChunk
 from cp_wire.errors import Internal, KvloomError, abort
@@ -18,19 +19,25 @@ class InferenceServicer(coordinator_pb2_grpc.InferenceServiceServicer):
     def __init__(self, admission: Admission, num_shards: int) -> None:
         self._admission = admission
         self._num_shards = num_shards
+        self.stats = RequestStats()
 
     async def Generate(self, request: coordinator_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
         """Accepted, Tokens …, then Finished or a status that is not OK."""
+        outcome = CANCELLED
         try:
-            await self._generate(request, context)
+            outcome = await self._generate(request, context)
         except KvloomError as error:
+            outcome = error.code.name.lower()
             await abort(context, error)
         except grpc.aio.BaseError as error:
             # The client has gone in the middle of a write: nobody is there to be told of anything.
             log.info("a client left", during="a write", error=type(error).__name__)
         except Exception as error:
             log.error("a call failed", exc=error)
+            outcome = Internal.code.name.lower()
             await abort(context, Internal(f"the call failed ({type(error).__name__})"))
+        finally:
+            self.stats.outcomes[outcome] += 1
 
     async def Abort(
         self, request: coordinator_pb2.AbortRequest, context: grpc.aio.ServicerContext
@@ -42,13 +49,18 @@ class InferenceServicer(coordinator_pb2_grpc.InferenceServiceServicer):
             await abort(context, error)
         return coordinator_pb2.AbortResponse()
 
-    async def _generate(self, wire: coordinator_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+    async def _generate(self, wire: coordinator_pb2.GenerateRequest, context: grpc.aio.ServicerContext) -> str:
+        """Why the request ended."""
         accepted = await self._admission.admit(wire)
         try:
+            self.stats.prompt_tokens += len(accepted.lives[0].request.prompt) if accepted.lives else 0
             await context.write(coordinator_pb2.GenerateResponse(accepted=_accepted(accepted)))
             while (chunk := await accepted.stream.next()) is not None:
                 await context.write(_output(chunk))
-            await context.write(coordinator_pb2.GenerateResponse(finished=self._finished(accepted)))
+                self.stats.output_tokens += len(chunk.token_ids) if isinstance(chunk, Chunk) else 0
+            finished = self._finished(accepted)
+            await context.write(coordinator_pb2.GenerateResponse(finished=finished))
+            return finished.finish_reason
         finally:
             self._admission.release(accepted)
 

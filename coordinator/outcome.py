@@ -21,6 +21,8 @@ class Outcome:
     """Log-probabilities of the prompt tokens that the row scores."""
     rank_s: float
     """The slowest rank's own time."""
+    collective_s: float
+    """Time in collectives of the rank that spent least there: of all it is the one that waited least for others."""
 
 
 def put_together(
@@ -60,7 +62,9 @@ def put_together(
         wanted = sum(map(len, asked.values()))
         raise BadAnswer(lanes[0].rank, f"step {ticket} wanted {wanted} prompt scores and got others")
     of_prompts = {handle: list(positions.values()) for handle, positions in in_order.items()}
-    return Outcome(sampled, failed, logprobs, of_prompts, max(response.worker_us for response in responses) / 1e6)
+    rank_s = max(response.worker_us for response in responses) / 1e6
+    collective_s = min(response.step.collective_us for response in responses) / 1e6
+    return Outcome(sampled, failed, logprobs, of_prompts, rank_s, collective_s)
 
 
 def _scored_positions(row: Row) -> list[int]:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from coordinator.cluster import MIXED
 from coordinator.handover import Handover
 from coordinator.rank_set import RankSet, Seat
+from coordinator.request_stats import RequestStats
 from coordinator.step_times import StepMeter
 from coordinator.wire_plan import gather_on_wire, mode_on_wire
 from cp_layout.capacity import group_capacity_tokens
@@ -33,6 +34,7 @@ class View:
     prompts: Layout
     outputs: Layout
     handover: Handover | None
+    requests: RequestStats
 
 
 def cluster_status(view: View, state: str, last_steps: int = 0) -> coordinator_pb2.GetStatusResponse:
@@ -61,6 +63,7 @@ def cluster_status(view: View, state: str, last_steps: int = 0) -> coordinator_p
         ],
         kv_capacity_tokens=sum(group_capacity_tokens(view.outputs, home.pool_blocks) for home in view.homes),
     )
+    status.requests.CopyFrom(view.requests.report())
     status.links.extend(link for home in sets for link in _links(home))
     status.prefix_cache.hit_unit_tokens = view.prompts.virtual_block_size
     for name in ("queried_tokens", "hit_tokens", "recomputed_tokens", "preemptions"):
@@ -88,6 +91,7 @@ def _links(home: RankSet) -> list[coordinator_pb2.LinkStatus]:
             measured_bytes_per_s=1 / measured.s_per_byte,
             latency_us=1e6 * rates.round,
             bytes_per_s=1 / rates.wire_byte,
+            rates=coordinator_pb2.WorkRates(**rates._asdict()),
         )
     ]
 

@@ -14,7 +14,7 @@ from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_wire import process
 from cp_wire.effective import settle
-from cp_wire.flags import SIZES, add_cluster_flags, cluster_argv, integer, threads_per_rank
+from cp_wire.flags import SIZES, add_cluster_flags, add_metrics_flag, cluster_argv, integer, threads_per_rank
 from cp_wire.host import host_identity, local_host
 from cp_wire.host_memory import available_bytes, max_kv_blocks
 from cp_wire.logs import configure_logging
@@ -39,6 +39,7 @@ def add_up_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
         "model", nargs="?", metavar="MODEL", help="Hugging Face directory or GGUF file (default: the bundled one)"
     )
     add_cluster_flags(parser)
+    add_metrics_flag(parser)
     parser.add_argument("--port", type=integer(0, 65535), default=0, help="0 = the system chooses (default)")
     parser.add_argument(
         "--http-port", type=_no_gateway, metavar="0", help="0 = no HTTP gateway (default); this version has none"
@@ -108,10 +109,11 @@ def cluster_spec(args: Namespace) -> ClusterSpec:
             args.collectives = "shm"  # all ranks run here, as children of one process
     threads = threads_per_rank(args.threads_per_rank, ranks)
     common = ("--model", os.fspath(model), "--exit-with-stdin")
+    ports = ("--port", str(args.port), "--metrics-port", str(args.metrics_port))
     # Everybody may be let in at the coordinator's door; the ranks talk to one another at an address they can dial.
     rank_flags = ("--host", local_host(args.host), "--device", args.device, "--threads-per-rank", str(threads))
     return ClusterSpec(
-        coordinator=(sys.executable, "-m", "coordinator", *common, "--port", str(args.port), *cluster_argv(args)),
+        coordinator=(sys.executable, "-m", "coordinator", *common, *ports, *cluster_argv(args)),
         rank=(sys.executable, "-m", "rank_server", *common, *rank_flags, "--ranks-on-host", str(ranks)),
         num_ranks=ranks,
         threads_per_rank=threads,

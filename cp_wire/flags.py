@@ -126,6 +126,17 @@ def add_cluster_flags(parser: argparse.ArgumentParser) -> None:
     add_side_flags(parser)
 
 
+def add_metrics_flag(parser: argparse.ArgumentParser) -> None:
+    """`--metrics-port`: of the coordinator, and of whoever starts one."""
+    parser.add_argument(
+        "--metrics-port",
+        type=integer(0, 65535),
+        default=0,
+        metavar="PORT",
+        help="serve metrics for Prometheus over HTTP, at /metrics on this port of --host; 0 = don't (default)",
+    )
+
+
 def cluster_config_from(args: argparse.Namespace) -> common_pb2.ClusterConfig:
     """The configuration the flags ask for, or those of one side (`side_flags.sides_of`).
 

@@ -193,7 +193,7 @@ class Executor:
         check_way(plan, place.grid)
         for group in self._groups.values():
             group.set_timeout(plan.timeout_ms / 1000)
-        calls_before = sum(group.calls for group in self._groups.values())
+        calls_before, seconds_before = self._exchanged
         take_in(plan, self._sequences, place.layout, place.member, self._history_of if self._samples else no_history)
         result = rank_pb2.StepResult()
         if plan.rows:
@@ -201,7 +201,9 @@ class Executor:
             commit(plan, self._sequences)
         result.ticket = plan.ticket
         result.blocks_in_use = self._sequences.blocks_in_use
-        result.collectives = sum(group.calls for group in self._groups.values()) - calls_before
+        calls, seconds = self._exchanged
+        result.collectives = calls - calls_before
+        result.collective_us = round(1e6 * (seconds - seconds_before))
         return result
 
     @torch.inference_mode()
@@ -221,6 +223,12 @@ class Executor:
         samples = self._samples and not (split and place.pcp_index > 0)
         logits_of = partial(model.logits, split=split)
         return answer(batch, hidden, logits_of, self._files.shape.vocab_size, samples, self._progress)
+
+    @property
+    def _exchanged(self) -> tuple[int, float]:
+        """Collectives of the open groups so far, and the seconds spent in them."""
+        groups = self._groups.values()
+        return sum(group.calls for group in groups), sum(group.seconds for group in groups)
 
     @property
     def _samples(self) -> bool:

@@ -536,6 +536,9 @@ class StepTimes(google.protobuf.message.Message):
     RANK_MS_FIELD_NUMBER: builtins.int
     OVERHEAD_MS_FIELD_NUMBER: builtins.int
     LAST_PLAN_BYTES_FIELD_NUMBER: builtins.int
+    TOTAL_RANK_S_FIELD_NUMBER: builtins.int
+    TOTAL_COLLECTIVE_S_FIELD_NUMBER: builtins.int
+    DURATIONS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     step_ms: builtins.float
     """Medians over the last steps, see GetStatusRequest.last_steps: whole step on the coordinator, slowest rank's own time, their difference."""
@@ -543,6 +546,15 @@ class StepTimes(google.protobuf.message.Message):
     overhead_ms: builtins.float
     last_plan_bytes: builtins.int
     """Bytes of the last plan on the wire."""
+    total_rank_s: builtins.float
+    """Sums over all steps since the coordinator started, in seconds: the slowest rank's own time, and the time in collectives of
+    the rank that spent least there, which is the one that waited least for others.
+    """
+    total_collective_s: builtins.float
+    @property
+    def durations(self) -> global___Histogram:
+        """Whole steps on the coordinator, all since it started."""
+
     def __init__(
         self,
         *,
@@ -551,10 +563,86 @@ class StepTimes(google.protobuf.message.Message):
         rank_ms: builtins.float = ...,
         overhead_ms: builtins.float = ...,
         last_plan_bytes: builtins.int = ...,
+        total_rank_s: builtins.float = ...,
+        total_collective_s: builtins.float = ...,
+        durations: global___Histogram | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["last_plan_bytes", b"last_plan_bytes", "overhead_ms", b"overhead_ms", "rank_ms", b"rank_ms", "step_ms", b"step_ms", "steps", b"steps"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["durations", b"durations"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["durations", b"durations", "last_plan_bytes", b"last_plan_bytes", "overhead_ms", b"overhead_ms", "rank_ms", b"rank_ms", "step_ms", b"step_ms", "steps", b"steps", "total_collective_s", b"total_collective_s", "total_rank_s", b"total_rank_s"]) -> None: ...
 
 global___StepTimes = StepTimes
+
+@typing.final
+class Histogram(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BOUNDS_S_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    SUM_S_FIELD_NUMBER: builtins.int
+    sum_s: builtins.float
+    @property
+    def bounds_s(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Upper bounds of the buckets in seconds, ascending; the last bucket has none."""
+
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """How many lie in each bucket: one entry more than bounds."""
+
+    def __init__(
+        self,
+        *,
+        bounds_s: collections.abc.Iterable[builtins.float] | None = ...,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
+        sum_s: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bounds_s", b"bounds_s", "counts", b"counts", "sum_s", b"sum_s"]) -> None: ...
+
+global___Histogram = Histogram
+
+@typing.final
+class OutcomeCount(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OUTCOME_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
+    outcome: builtins.str
+    """How calls of Generate ended: stop, length or abort; cancelled, when the client left; or a status in lower case."""
+    requests: builtins.int
+    def __init__(
+        self,
+        *,
+        outcome: builtins.str = ...,
+        requests: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcome", b"outcome", "requests", b"requests"]) -> None: ...
+
+global___OutcomeCount = OutcomeCount
+
+@typing.final
+class RequestCounts(google.protobuf.message.Message):
+    """Requests since the coordinator started."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OUTCOMES_FIELD_NUMBER: builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: builtins.int
+    prompt_tokens: builtins.int
+    """Of accepted requests; a prompt with several completions counts once."""
+    output_tokens: builtins.int
+    """Sent to clients, over all completions."""
+    @property
+    def outcomes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___OutcomeCount]: ...
+    def __init__(
+        self,
+        *,
+        outcomes: collections.abc.Iterable[global___OutcomeCount] | None = ...,
+        prompt_tokens: builtins.int = ...,
+        output_tokens: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["outcomes", b"outcomes", "output_tokens", b"output_tokens", "prompt_tokens", b"prompt_tokens"]) -> None: ...
+
+global___RequestCounts = RequestCounts
 
 @typing.final
 class StepCount(google.protobuf.message.Message):
@@ -590,6 +678,7 @@ class LinkStatus(google.protobuf.message.Message):
     MEASURED_BYTES_PER_S_FIELD_NUMBER: builtins.int
     LATENCY_US_FIELD_NUMBER: builtins.int
     BYTES_PER_S_FIELD_NUMBER: builtins.int
+    RATES_FIELD_NUMBER: builtins.int
     group: builtins.str
     measured_latency_us: builtins.float
     """As measured when the group was opened: seconds of a round without payload, and bytes per second that each member receives."""
@@ -597,6 +686,10 @@ class LinkStatus(google.protobuf.message.Message):
     latency_us: builtins.float
     """The same as the steps since then have corrected them."""
     bytes_per_s: builtins.float
+    @property
+    def rates(self) -> global___WorkRates:
+        """What work costs the set as far as its steps have told: the numbers that ways to compute a step are compared with."""
+
     def __init__(
         self,
         *,
@@ -605,10 +698,47 @@ class LinkStatus(google.protobuf.message.Message):
         measured_bytes_per_s: builtins.float = ...,
         latency_us: builtins.float = ...,
         bytes_per_s: builtins.float = ...,
+        rates: global___WorkRates | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bytes_per_s", b"bytes_per_s", "group", b"group", "latency_us", b"latency_us", "measured_bytes_per_s", b"measured_bytes_per_s", "measured_latency_us", b"measured_latency_us"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["rates", b"rates"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["bytes_per_s", b"bytes_per_s", "group", b"group", "latency_us", b"latency_us", "measured_bytes_per_s", b"measured_bytes_per_s", "measured_latency_us", b"measured_latency_us", "rates", b"rates"]) -> None: ...
 
 global___LinkStatus = LinkStatus
+
+@typing.final
+class WorkRates(google.protobuf.message.Message):
+    """Seconds per unit of each kind of work of a step."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    LINEAR_FLOP_FIELD_NUMBER: builtins.int
+    WEIGHT_BYTE_FIELD_NUMBER: builtins.int
+    ATTENTION_FLOP_FIELD_NUMBER: builtins.int
+    CACHE_BYTE_FIELD_NUMBER: builtins.int
+    ROUND_FIELD_NUMBER: builtins.int
+    WIRE_BYTE_FIELD_NUMBER: builtins.int
+    step: builtins.float
+    linear_flop: builtins.float
+    weight_byte: builtins.float
+    attention_flop: builtins.float
+    cache_byte: builtins.float
+    round: builtins.float
+    wire_byte: builtins.float
+    def __init__(
+        self,
+        *,
+        step: builtins.float = ...,
+        linear_flop: builtins.float = ...,
+        weight_byte: builtins.float = ...,
+        attention_flop: builtins.float = ...,
+        cache_byte: builtins.float = ...,
+        round: builtins.float = ...,
+        wire_byte: builtins.float = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attention_flop", b"attention_flop", "cache_byte", b"cache_byte", "linear_flop", b"linear_flop", "round", b"round", "step", b"step", "weight_byte", b"weight_byte", "wire_byte", b"wire_byte"]) -> None: ...
+
+global___WorkRates = WorkRates
 
 @typing.final
 class PrefixCacheStatus(google.protobuf.message.Message):
@@ -749,6 +879,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     LINKS_FIELD_NUMBER: builtins.int
     SIDES_FIELD_NUMBER: builtins.int
     TRANSFERS_FIELD_NUMBER: builtins.int
+    REQUESTS_FIELD_NUMBER: builtins.int
     running: builtins.int
     waiting: builtins.int
     state: builtins.str
@@ -777,6 +908,8 @@ class GetStatusResponse(google.protobuf.message.Message):
 
     @property
     def transfers(self) -> global___TransferStatus: ...
+    @property
+    def requests(self) -> global___RequestCounts: ...
     def __init__(
         self,
         *,
@@ -793,9 +926,10 @@ class GetStatusResponse(google.protobuf.message.Message):
         links: collections.abc.Iterable[global___LinkStatus] | None = ...,
         sides: collections.abc.Iterable[global___SideStatus] | None = ...,
         transfers: global___TransferStatus | None = ...,
+        requests: global___RequestCounts | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["config", b"config", "prefix_cache", b"prefix_cache", "step_times", b"step_times", "transfers", b"transfers"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["config", b"config", "groups", b"groups", "kv_capacity_tokens", b"kv_capacity_tokens", "links", b"links", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "running", b"running", "sides", b"sides", "state", b"state", "step_counts", b"step_counts", "step_times", b"step_times", "transfers", b"transfers", "waiting", b"waiting"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["config", b"config", "prefix_cache", b"prefix_cache", "requests", b"requests", "step_times", b"step_times", "transfers", b"transfers"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["config", b"config", "groups", b"groups", "kv_capacity_tokens", b"kv_capacity_tokens", "links", b"links", "prefix_cache", b"prefix_cache", "ranks", b"ranks", "requests", b"requests", "running", b"running", "sides", b"sides", "state", b"state", "step_counts", b"step_counts", "step_times", b"step_times", "transfers", b"transfers", "waiting", b"waiting"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
 

@@ -542,11 +542,14 @@ class StepResult(google.protobuf.message.Message):
     BLOCKS_IN_USE_FIELD_NUMBER: builtins.int
     COLLECTIVES_FIELD_NUMBER: builtins.int
     SCORES_FIELD_NUMBER: builtins.int
+    COLLECTIVE_US_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     blocks_in_use: builtins.int
     """KV blocks the rank's block tables refer to, for cross-checks."""
     collectives: builtins.int
     """Collectives issued during the step."""
+    collective_us: builtins.int
+    """Time the worker thread spent in collectives, waiting for other members included."""
     @property
     def sampled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SampledToken]:
         """From the rank that samples for the row: TP member 0 of the replica that answers for its last token."""
@@ -565,8 +568,9 @@ class StepResult(google.protobuf.message.Message):
         blocks_in_use: builtins.int = ...,
         collectives: builtins.int = ...,
         scores: collections.abc.Iterable[global___PromptScores] | None = ...,
+        collective_us: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_in_use", b"blocks_in_use", "collectives", b"collectives", "sampled", b"sampled", "scores", b"scores", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_in_use", b"blocks_in_use", "collective_us", b"collective_us", "collectives", b"collectives", "sampled", b"sampled", "scores", b"scores", "ticket", b"ticket"]) -> None: ...
 
 global___StepResult = StepResult
 

@@ -8,7 +8,8 @@ import numpy as np
 from llvmlite import ir
 
 from rank_server.compiled.bfloat import widened
-from rank_server.compiled.emitter import F32, F64, I32, I64, LANES, VECTOR, WORDS, Compiled, Emitter, translate
+from rank_server.compiled.emitter import F32, I32, I64, LANES, VECTOR, Compiled, Emitter, translate
+from rank_server.compiled.exponential import exponential
 
 TILE = 64
 """Keys between two looks at the highest score."""
@@ -60,10 +61,7 @@ class DecodeProgram:
     def __init__(self, share: int, head_dim: int, team: bool, wide: bool) -> None:
         self._share, self._dim, self._chunks, self._wide = share, head_dim, head_dim // LANES, wide
         self._e = e = Emitter("decode")
-        argument = e.function.args[0]
-        kinds = {np.dtype(np.int64): I64, np.dtype(np.float64): F64}
-        fields = (ARGUMENT.fields or {}).items()
-        self._call = {name: e.load(e.at(argument, place), kinds[kind]) for name, (kind, place, *_) in fields}
+        self._call = e.fields(ARGUMENT)
         self._scale = e.splat(e.b.fptrunc(self._call["scale"], F32))
         self._stored = e.times(self._call["kv_heads"], head_dim * 2)
         self._heads = e.times(self._call["kv_heads"], share)
@@ -169,45 +167,8 @@ class DecodeProgram:
                     e.store(total, self._sums, e.at(j, member * LANES))
             with e.loop(0, self._share) as member:
                 sums = [e.load(self._sums, VECTOR, e.at(e.times(member, LANES), j)) for j in range(LANES)]
-                scores = e.b.select(e.lanes_below(block), self._across_each(sums), e.number(float("-inf"), VECTOR))
+                scores = e.b.select(e.lanes_below(block), e.across_each(sums), e.number(float("-inf"), VECTOR))
                 e.store(scores, e.at(self._weights, e.times(member, 4 * TILE), e.times(first, 4)))
-
-    def _across_each(self, vectors: list[ir.Value]) -> ir.Value:
-        """Sums over the lanes of LANES vectors, one a lane: pairs of vectors are folded into one, four times."""
-        e = self._e
-        distance = LANES // 2
-        while distance:
-            # Lane l of x and lane l + distance add up in lane l of the result, those of y in lane l + distance.
-            low = [lane & distance == 0 for lane in range(LANES)]
-            kept = [lane if low[lane] else LANES + lane for lane in range(LANES)]
-            moved = [lane + distance if low[lane] else LANES + lane - distance for lane in range(LANES)]
-            half = len(vectors) // 2
-            pairs = zip(vectors[:half], vectors[half:], strict=True)
-            vectors, distance = [e.b.fadd(e.shuffle(x, y, kept), e.shuffle(x, y, moved)) for x, y in pairs], distance // 2
-        return vectors[0]
-
-    def _exp(self, x: ir.Value) -> ir.Value:
-        """exp(x) of x ≤ 0 to 1 ulp, but at least 2^-126; NaN of NaN.
-
-        x = n·ln 2 + r with |r| ≤ ln 2 / 2; ln 2 stands in two parts, the first of which n multiplies exactly; e^r is the
-        polynomial of the Cephes library.
-        """
-        e = self._e
-        lowest, kind = e.number(-87.0, x.type), x.type
-        x = e.b.select(e.b.fcmp_ordered("<", x, lowest), lowest, x)
-        n = e.intrinsic("roundeven", e.b.fmul(x, e.number(1.4426950408889634, kind)))
-        r = e.sum_of_products(n, e.number(-0.693359375, kind), x)
-        r = e.sum_of_products(n, e.number(2.12194440e-4, kind), r)
-        p = e.number(1.9875691500e-4, kind)
-        for c in (1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1):
-            p = e.sum_of_products(p, r, e.number(c, kind))
-        p = e.b.fadd(e.sum_of_products(e.b.fmul(p, r), r, r), e.number(1.0, kind))
-        # NaN has no integer: it is kept by p, and n is replaced.
-        n = e.b.select(e.b.fcmp_ordered(">", n, e.number(-126.0, kind)), n, e.number(-126.0, kind))
-        words = WORDS if kind == VECTOR else I32
-        bits = (ir.Constant(words, [c] * LANES if kind == VECTOR else c) for c in (127, 23))
-        power = e.b.shl(e.b.add(e.b.fptosi(n, words), next(bits)), next(bits))
-        return e.b.fmul(p, e.b.bitcast(power, kind))
 
     def _soften(self, partial: ir.Value, member: ir.Value, count: ir.Value) -> None:
         """Scores of a tile → weights relative to the highest score so far, which is kept, as is the sum of the weights."""
@@ -221,12 +182,12 @@ class DecodeProgram:
         base, total = e.splat(highest), e.variable(e.number(0.0, VECTOR))
         with e.loop(0, count, LANES) as first:
             at = e.at(weights, e.times(first, 4))
-            weight = self._exp(e.b.fsub(e.load(at), base))
+            weight = exponential(e, e.b.fsub(e.load(at), base))
             weight = e.b.select(e.lanes_below(e.b.sub(count, first)), weight, e.number(0.0, VECTOR))
             e.store(weight, at)
             e.set(total, e.b.fadd(e.get(total), weight))
         raised = e.b.fcmp_ordered(">", highest, before)
-        shrink = e.b.select(raised, self._exp(e.b.fsub(before, highest)), e.number(1.0))
+        shrink = e.b.select(raised, exponential(e, e.b.fsub(before, highest)), e.number(1.0))
         e.store(highest, partial, self._dim)
         sum_before = e.load(partial, F32, self._dim + 1)
         e.store(e.sum_of_products(sum_before, shrink, e.across(e.get(total), e.b.fadd)), partial, self._dim + 1)
@@ -269,7 +230,7 @@ class DecodeProgram:
             total = e.variable(e.number(0.0))
             with e.loop(begin, end) as number:
                 partial = self._partial(number, head)
-                shrink = self._exp(e.b.fsub(e.load(partial, F32, self._dim), highest))
+                shrink = exponential(e, e.b.fsub(e.load(partial, F32, self._dim), highest))
                 e.set(total, e.sum_of_products(shrink, e.load(partial, F32, self._dim + 1), e.get(total)))
                 for chunk, each in enumerate(sums):
                     e.set(each, e.sum_of_products(e.splat(shrink), e.load(partial, VECTOR, chunk), e.get(each)))

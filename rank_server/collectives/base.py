@@ -24,6 +24,8 @@ class Group(Protocol):
     index: int
     calls: int
     """Collectives issued on this member since the group was opened."""
+    seconds: float
+    """Time that this member has spent in collectives; only ever grows. It includes waiting for other members."""
 
     def all_gather(self, x: Tensor) -> Tensor:
         """[*s] on every member → [N, *s], member order."""

@@ -7,6 +7,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class ExchangeGroup(ABC):
         self.size = size
         self.index = index
         self.calls = 0
+        self.seconds = 0.0
         self._timeout_s = timeout_s
         self._state = threading.Lock()
         self._failure: str | None = None
@@ -107,12 +109,15 @@ class ExchangeGroup(ABC):
     def _operation(self, op: str) -> Iterator[None]:
         self._check_open()
         self.calls += 1
+        begun = perf_counter()
         try:
             yield
         except RuntimeError as error:
             message = f"group {self.name}, member {self.index} of {self.size}: {op} failed: {error}"
             self._shut(message)
             raise CollectiveError(message) from error
+        finally:
+            self.seconds += perf_counter() - begun
 
     def _shut(self, reason: str) -> None:
         with self._state:

@@ -8,25 +8,12 @@ from functools import cache
 import llvmlite.binding as llvm
 from llvmlite import ir
 
-from rank_server.compiled.emitter import I16, I32, LANES, VECTOR, WORDS, Emitter
+from rank_server.compiled.emitter import BF16, I16, I32, LANES, VECTOR, WORDS, Emitter
 
 _NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512bf16")
 
 
-class _BFloat(ir.Type):
-    """bf16, a type that llvmlite does not know."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-_NUMBERS = ir.VectorType(_BFloat(), 2 * LANES)
+_NUMBERS = ir.VectorType(BF16, 2 * LANES)
 _HALVES = ir.VectorType(I16, 2 * LANES)
 ONES = 0x3F803F80
 """A word of two ones."""

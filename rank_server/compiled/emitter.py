@@ -9,9 +9,26 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
 
 LANES = 16
+
+
+class _Bfloat16(ir.Type):
+    """A type of LLVM that llvmlite has no name for."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Bfloat16)
+
+    def __hash__(self) -> int:
+        return hash(_Bfloat16)
+
+
+BF16 = _Bfloat16()
 I16, I32, I64, F32, F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType(), ir.DoubleType()
 VECTOR, HALVES, WORDS = (ir.VectorType(each, LANES) for each in (F32, I16, I32))
 POINTER = ir.PointerType()
@@ -45,24 +62,33 @@ class Emitter:
         one = ir.Constant(F32, value)
         return ir.Constant(VECTOR, [one] * LANES) if like == VECTOR else one
 
-    def splat(self, x: ir.Value) -> ir.Value:
+    def splat(self, x: ir.Value, lanes: int = LANES) -> ir.Value:
         """A scalar in all lanes."""
-        vector_type = ir.VectorType(x.type, LANES)
-        first = self.b.insert_element(ir.Constant(vector_type, ir.Undefined), x, ir.Constant(I32, 0))
-        return self.b.shuffle_vector(first, ir.Constant(vector_type, ir.Undefined), ir.Constant(WORDS, [0] * LANES))
+        nothing = ir.Constant(ir.VectorType(x.type, lanes), ir.Undefined)
+        first = self.b.insert_element(nothing, x, ir.Constant(I32, 0))
+        return self.b.shuffle_vector(first, nothing, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
 
     def shuffle(self, x: ir.Value, y: ir.Value, lanes: Sequence[int]) -> ir.Value:
         """Lanes of x (0 …) and y (LANES …)."""
         return self.b.shuffle_vector(x, y, ir.Constant(WORDS, list(lanes)))
 
-    def lanes_below(self, count: ir.Value) -> ir.Value:
+    def lanes_below(self, count: ir.Value, lanes: int = LANES) -> ir.Value:
         """Mask of the first `count` lanes."""
-        numbers = ir.Constant(WORDS, list(range(LANES)))
-        return self.b.icmp_signed("<", numbers, self.splat(self.b.trunc(count, I32)))
+        numbers = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes)))
+        return self.b.icmp_signed("<", numbers, self.splat(self.b.trunc(count, I32), lanes))
 
     def sum_of_products(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
         """x·y + z, in one rounding where the processor can."""
         return self.intrinsic("fmuladd", x, y, z)
+
+    def widened(self, halves: ir.Value) -> ir.Value:
+        """LANES numbers of bf16 in HALVES → fp32."""
+        words = self.b.zext(halves, WORDS)
+        return self.b.bitcast(self.b.shl(words, ir.Constant(WORDS, [16] * LANES)), VECTOR)
+
+    def rounded(self, x: ir.Value) -> ir.Value:
+        """A vector in bf16, to nearest, ties to even, as HALVES."""
+        return self.b.bitcast(self.b.fptrunc(x, ir.VectorType(BF16, LANES)), HALVES)
 
     def intrinsic(self, name: str, *arguments: ir.Value) -> ir.Value:
         """An operation of LLVM on fp32, all arguments and the result of one type."""
@@ -85,7 +111,28 @@ class Emitter:
             x = combine(self.shuffle(x, x, [(lane + distance) % LANES for lane in range(LANES)]), x)
         return self.b.extract_element(x, ir.Constant(I32, 0))
 
+    def across_each(self, vectors: list[ir.Value]) -> ir.Value:
+        """Sums over the lanes of LANES vectors, one a lane: pairs of vectors are folded into one, four times."""
+        distance = LANES // 2
+        while distance:
+            # Lane l of x and lane l + distance add up in lane l of the result, those of y in lane l + distance.
+            low = [lane & distance == 0 for lane in range(LANES)]
+            kept = [lane if low[lane] else LANES + lane for lane in range(LANES)]
+            moved = [lane + distance if low[lane] else LANES + lane - distance for lane in range(LANES)]
+            half = len(vectors) // 2
+            pairs = zip(vectors[:half], vectors[half:], strict=True)
+            vectors = [self.b.fadd(self.shuffle(x, y, kept), self.shuffle(x, y, moved)) for x, y in pairs]
+            distance //= 2
+        return vectors[0]
+
     # -- memory
+
+    def fields(self, record: "np.dtype[np.void]") -> dict[str, ir.Value]:
+        """Fields (int64, float64) of the record that the function is given the address of, by name."""
+        kinds = {np.dtype(np.int64): I64, np.dtype(np.float64): F64}
+        argument = self.function.args[0]
+        places = ((name, kind, place) for name, (kind, place, *_) in (record.fields or {}).items())
+        return {name: self.load(self.at(argument, place), kinds[kind]) for name, kind, place in places}
 
     def at(self, base: ir.Value, *terms: ir.Value | int) -> ir.Value:
         """base + the terms."""
@@ -110,6 +157,32 @@ class Emitter:
         kind = value.type
         at = self.at(address, self.times(index, _BYTES[kind]))
         self.b.store(value, self.b.inttoptr(at, POINTER), align=_BYTES[getattr(kind, "element", kind)])
+
+    def load_first(self, count: ir.Value, address: ir.Value, kind: ir.Type) -> ir.Value:
+        """The first `count` elements of a vector, 0 in the others, which may lie in nobody's memory."""
+        zeros = ir.Constant(kind, None)
+        return self._masked("load", kind, kind, count, address, [], [zeros])
+
+    def store_first(self, count: ir.Value, value: ir.Value, address: ir.Value, index: int = 0) -> None:
+        """The first `count` elements of a vector into element `index` of an array of such; what lies behind them stays."""
+        self._masked("store", value.type, ir.VoidType(), count, self.at(address, index * _BYTES[value.type]), [value], [])
+
+    def _masked(
+        self,
+        what: str,
+        kind: ir.Type,
+        result: ir.Type,
+        count: ir.Value,
+        address: ir.Value,
+        before: list[ir.Value],
+        after: list[ir.Value],
+    ) -> ir.Value:
+        element = kind.element
+        align, mask = ir.Constant(I32, _BYTES[element]), self.lanes_below(count, kind.count)
+        arguments = [*before, self.b.inttoptr(address, POINTER), align, mask, *after]
+        name = f"llvm.masked.{what}.v{kind.count}{'f' if element == F32 else 'i'}{8 * _BYTES[element]}.p0"
+        signature = ir.FunctionType(result, [each.type for each in arguments])
+        return self.b.call(self.module.globals.get(name) or ir.Function(self.module, signature, name), arguments)
 
     def prefetch(self, address: ir.Value) -> None:
         """Asks for a cache line that will be read, into the second cache, where more requests can wait; never fails."""

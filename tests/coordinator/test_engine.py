@@ -91,29 +91,43 @@ async def test_e2_preemption_leaves_no_gap_and_no_repeat():
         await harness.until_idle()
 
 
+ROW = Row(1, 0, (7,), (), False, 0, False)
+
+
+def ran(mode: DecodeMode, gather: Gather, *rows: Row) -> ScheduledStep:
+    return ScheduledStep((1,), (), rows, mode, gather, 0)
+
+
 def test_meter_reports_medians_and_merges():
-    first, second = StepMeter(), StepMeter()
+    first, second, step = StepMeter(), StepMeter(), ran(DecodeMode.OWNER, Gather.Q, ROW)
     assert first.report().steps == 0
-    first.record(0.010, 0.008, 40)
-    first.record(0.012, 0.008, 30)
-    second.record(0.020, 0.008, 35)
+    first.record(step, 0.010, 0.008, 0.001, 40)
+    first.record(step, 0.012, 0.008, 0.002, 30)
+    second.record(step, 0.020, 0.008, 0.004, 35)
     report = StepMeter.merged([first, second]).report()
     assert (report.steps, report.last_plan_bytes) == (3, 35)
     assert (report.step_ms, report.rank_ms, report.overhead_ms) == pytest.approx((12, 8, 4))
+    assert (report.total_rank_s, report.total_collective_s, report.durations.sum_s) == pytest.approx((0.024, 0.007, 0.042))
 
 
-def test_meter_counts_the_ways_of_all_sets():
-    def step(mode: DecodeMode, gather: Gather, *rows: Row) -> ScheduledStep:
-        return ScheduledStep((1,), (), rows, mode, gather, 0)
+def test_meter_counts_steps_by_their_duration_the_bound_included():
+    meter, step = StepMeter(), ran(DecodeMode.OWNER, Gather.Q, ROW)
+    for wall_s in (0.0001, 0.001, 0.0011, 10.0, 11.0):
+        meter.record(step, wall_s, wall_s, 0.0, 1)
+    for report in (meter.report(), StepMeter.merged([meter], 1).report()):
+        counted = dict(zip([*report.durations.bounds_s, None], report.durations.counts, strict=True))
+        assert {bound: count for bound, count in counted.items() if count} == {0.001: 2, 0.0025: 1, 10.0: 1, None: 1}
 
-    row = Row(1, 0, (7,), (), False, 0, False)
+
+def test_meter_counts_the_ways_of_all_sets_and_no_step_without_rows():
     first, second = StepMeter(), StepMeter()
-    first.count(step(DecodeMode.OWNER, Gather.Q, row))
-    first.count(step(DecodeMode.OWNER, Gather.KV, row))
-    second.count(step(DecodeMode.OWNER, Gather.Q, row))
-    second.count(step(DecodeMode.REPLICATED, Gather.NONE))
-    ways = StepMeter.merged([first, second]).ways
-    assert ways == {(DecodeMode.OWNER, Gather.Q): 2, (DecodeMode.OWNER, Gather.KV): 1}
+    first.record(ran(DecodeMode.OWNER, Gather.Q, ROW), 1, 1, 0, 1)
+    first.record(ran(DecodeMode.OWNER, Gather.KV, ROW), 1, 1, 0, 1)
+    second.record(ran(DecodeMode.OWNER, Gather.Q, ROW), 1, 1, 0, 1)
+    second.record(ran(DecodeMode.REPLICATED, Gather.NONE), 1, 1, 0, 1)
+    both = StepMeter.merged([first, second])
+    assert both.ways == {(DecodeMode.OWNER, Gather.Q): 2, (DecodeMode.OWNER, Gather.KV): 1}
+    assert both.report().steps == 3
 
 
 def live(stop: tuple[str, ...] = ()) -> LiveRequest:
@@ -147,7 +161,7 @@ def test_step_times_of_the_last_steps_do_not_see_the_ones_before():
     """A benchmark asks for its own steps: 448 steps of 1 ms overhead may not hide 64 of 11 ms."""
     meter = StepMeter()
     for overhead_s in [0.001] * 448 + [0.011] * 64:
-        meter.record(0.1 + overhead_s, 0.1, plan_bytes=13)
+        meter.record(ran(DecodeMode.OWNER, Gather.Q, ROW), 0.1 + overhead_s, 0.1, 0.0, plan_bytes=13)
     assert StepMeter.merged([meter], 64).report().overhead_ms == pytest.approx(11)
     assert StepMeter.merged([meter]).report().overhead_ms == pytest.approx(1)
     assert StepMeter.merged([meter], 10_000).report().steps == 512

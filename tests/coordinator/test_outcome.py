@@ -36,6 +36,11 @@ def drawn(handle: int, token: int = 0, error: str = "") -> rank_pb2.SampledToken
     return rank_pb2.SampledToken(handle=handle, token_id=token, error=error)
 
 
+def test_a_step_takes_as_long_as_its_slowest_rank_and_exchanges_as_long_as_the_one_that_waited_least() -> None:
+    got = outcome(step(row(1)), rank_pb2.StepResult(collective_us=700), rank_pb2.StepResult(collective_us=300))
+    assert (got.rank_s, got.collective_s) == (0.002, 0.0003)
+
+
 def test_tokens_come_from_whoever_holds_the_last_one() -> None:
     plan = step(row(1, sample=True), row(2, sample=True), row(3))
     got = outcome(plan, rank_pb2.StepResult(sampled=[drawn(2, 20)]), rank_pb2.StepResult(sampled=[drawn(1, 10)]))

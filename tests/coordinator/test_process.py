@@ -54,6 +54,8 @@ def test_it_never_imports_torch():
 def test_flags_of_the_process():
     args = build_parser().parse_args(["--model", "m", "--start-timeout", "3", "--drain-timeout", "0", "-pcp", "2", "-dcp", "2"])
     assert (args.start_timeout, args.drain_timeout, args.pcp, args.dcp, args.port) == (3, 0, 2, 2, 0)
+    assert args.metrics_port == 0
+    assert build_parser().parse_args(["--model", "m", "--metrics-port", "9464"]).metrics_port == 9464
 
 
 def test_a_wrong_flag_is_refused_in_one_sentence(capsys):

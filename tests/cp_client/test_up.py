@@ -42,6 +42,13 @@ def test_a_model_of_ones_own_runs_on_one_rank(model):
     assert "--exit-with-stdin" in got.coordinator and "--exit-with-stdin" in got.rank
 
 
+def test_metrics_are_the_coordinators_and_off_unless_asked_for(model):
+    assert value(spec(model).coordinator, "--metrics-port") == "0"
+    got = spec(model, "--metrics-port", "9464")
+    assert value(got.coordinator, "--metrics-port") == "9464"
+    assert "--metrics-port" not in got.rank
+
+
 def test_the_bundled_model_runs_on_two_ranks_unless_a_size_is_given(model, monkeypatch):
     monkeypatch.setattr(up_command, "default_model_path", lambda: model)
     got = spec()

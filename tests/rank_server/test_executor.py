@@ -129,4 +129,5 @@ def test_collectives_of_a_step_are_counted(pair):
     step = plan(row(1, 0, [5], [0]), admitted=[1])
     results = run_ranks(2, lambda rank: pair[rank].executor.step(step))
     assert results[0].collectives == results[1].collectives > 0
+    assert all(result.collective_us > 0 for result in results)
     assert results[0].ticket == 7

@@ -121,6 +121,22 @@ def test_calls_are_counted_from_the_opening(groups: list[Group]) -> None:
     assert {group.calls for group in groups} == {2}
 
 
+def test_time_in_collectives_is_counted_the_wait_for_others_included(groups: list[Group]) -> None:
+    late_s = 0.05
+
+    def member(index: int) -> tuple[float, float]:
+        group = groups[index]
+        if index > 0:
+            time.sleep(late_s)
+        before, begun = group.seconds, time.perf_counter()
+        group.barrier()
+        return group.seconds - before, time.perf_counter() - begun
+
+    (first, _), *_ = counted = run_ranks(len(groups), member)
+    assert all(0 < seconds <= elapsed for seconds, elapsed in counted)
+    assert len(groups) == 1 or first > late_s / 2
+
+
 def test_wrong_arguments_are_refused_before_anybody_waits(groups: list[Group]) -> None:
     group = groups[0]
     for op in CHUNKED_OPS:

@@ -33,8 +33,11 @@ def test_every_number_is_widened():
 
 @pytest.mark.parametrize("behind", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
 def test_every_number_and_what_lies_behind_it_is_rounded_to_the_nearest(behind):
-    """Ties, neighbours of ties, carries into the exponent and to infinity, subnormals, both signs."""
+    """Ties, neighbours of ties, carries into the exponent and to infinity, both signs. Processors may take subnormals for 0."""
     wide = (EVERY_BF16.float().view(torch.int32) + behind).view(torch.float32)
     got, wanted = converted(wide, torch.bfloat16), wide.to(torch.bfloat16)
     assert torch.equal(got.isnan(), wide.isnan())
-    assert torch.equal(got[~wide.isnan()].view(torch.int16), wanted[~wide.isnan()].view(torch.int16))
+    normal = wide.abs() >= torch.finfo(torch.float32).tiny
+    assert torch.equal(got[normal].view(torch.int16), wanted[normal].view(torch.int16))
+    subnormal = ~normal & ~wide.isnan()
+    assert torch.logical_or(got == wanted, got == 0)[subnormal].all()
