@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import os
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -55,9 +56,11 @@ async def serve(args: argparse.Namespace) -> int:
     if is_wildcard(args.host):
         raise errors.ConfigRefused(f"a rank needs an address that its peers can reach, not the wildcard {args.host!r}")
     model_files = open_model(args.model)
-    torch.set_num_threads(threads_per_rank(args.threads_per_rank, args.ranks_on_host))
+    threads = threads_per_rank(args.threads_per_rank, args.ranks_on_host)
+    torch.set_num_threads(threads)
     instance = new_instance()
-    worker = Worker()
+    # OpenMP keeps the number for each thread that begins parallel work, and products of oneDNN begin it without asking torch.
+    worker = Worker(partial(torch.set_num_threads, threads))
     executor = Executor(model_files, backends(args.host), worker.touch, args.ranks_on_host, args.device)
     transfers = Transfers(executor, model_files, instance, host_identity())
     servicer = RankServicer(executor, worker, transfers, args.rank, instance)

@@ -20,9 +20,10 @@ class Progress:
 
 
 class Worker:
-    """Runs commands in the order in which they were submitted."""
+    """Runs commands in the order in which they were submitted. prepare: runs in the thread before all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, prepare: Callable[[], object] = lambda: None) -> None:
+        self._prepare = prepare
         self._commands: queue.SimpleQueue[tuple[int, Callable[[], Any], Future[tuple[Any, int]]] | None] = queue.SimpleQueue()
         self._running_sequence = 0
         self._last_progress = time.monotonic()
@@ -54,6 +55,7 @@ class Worker:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        self._prepare()
         while (item := self._commands.get()) is not None:
             sequence, command, future = item
             if not future.set_running_or_notify_cancel():

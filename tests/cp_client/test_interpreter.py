@@ -9,7 +9,7 @@ import pytest
 
 from cp_client import interpreter
 from cp_client.bench_command import bench
-from cp_client.child import child_environment
+from cp_client.child import POOL_WAIT, child_environment
 from cp_client.cli import build_parser
 from cp_client.interpreter import same_code_environment
 
@@ -54,9 +54,19 @@ def test_installed_packages_stay_behind_the_standard_library(monkeypatch, tmp_pa
     assert same_code_environment({"X": "1"}) == {"X": "1", "PYTHONSAFEPATH": "1"}
 
 
-def test_pools_sleep_while_they_wait_unless_the_user_wants_otherwise(monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert child_environment(2)["OMP_WAIT_POLICY"] == "PASSIVE"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert child_environment(2)["OMP_WAIT_POLICY"] == "ACTIVE"
-    assert child_environment(2)["OMP_NUM_THREADS"] == "2"
+def test_pools_wait_awake_for_a_moment_unless_the_user_wants_otherwise(monkeypatch):
+    for name in POOL_WAIT:
+        monkeypatch.delenv(name, raising=False)
+    found = child_environment(2)
+    assert {name: found[name] for name in POOL_WAIT} == {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
+    assert found["OMP_NUM_THREADS"] == "2"
+
+
+@pytest.mark.parametrize(("name", "value"), [("OMP_WAIT_POLICY", "ACTIVE"), ("GOMP_SPINCOUNT", "0")])
+def test_who_says_anything_of_waiting_says_all_of_it(monkeypatch, name, value):
+    """A count of looks would override the policy."""
+    for each in POOL_WAIT:
+        monkeypatch.delenv(each, raising=False)
+    monkeypatch.setenv(name, value)
+    found = child_environment(2)
+    assert {each: found.get(each) for each in POOL_WAIT} == dict.fromkeys(POOL_WAIT) | {name: value}

@@ -1,9 +1,12 @@
 """The worker thread: order, errors, progress while it is busy."""
 
+import ctypes
 import threading
 
 import pytest
+import torch
 
+from rank_server import __main__ as rank_main
 from rank_server.worker import Worker
 
 DEADLINE_S = 10.0
@@ -70,3 +73,48 @@ def test_stop_reports_a_thread_that_is_still_busy():
     assert worker.stop(0.01) is False
     release.set()
     assert worker.stop(DEADLINE_S) is True
+
+
+def test_the_thread_is_prepared_before_its_first_command():
+    seen = []
+    worker = Worker(lambda: seen.append(threading.get_ident()))
+    after = worker.submit(1, lambda: (list(seen), threading.get_ident()))
+    worker.start()
+    prepared, thread = after.result(DEADLINE_S)[0]
+    assert prepared == [thread] != [threading.get_ident()]
+    worker.stop(DEADLINE_S)
+
+
+async def test_the_number_of_threads_holds_for_the_thread_that_computes(tiny, monkeypatch):
+    """OpenMP has one for each thread: that of the main thread says nothing of the worker's."""
+
+    class Seen(Exception):
+        pass
+
+    def worker(prepare):
+        prepared.append(prepare)
+        raise Seen
+
+    def threads_of_a_new_thread(prepare):
+        found = []
+
+        def run():
+            prepare()
+            found.append(ctypes.CDLL(None).omp_get_max_threads())
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join(DEADLINE_S)
+        return found[0]
+
+    prepared, before = [], torch.get_num_threads()
+    monkeypatch.setattr(rank_main, "Worker", worker)
+    wanted = threads_of_a_new_thread(lambda: None) + 1
+    words = ["--rank", "0", "--coordinator", "127.0.0.1:1", "--model", str(tiny()), "--threads-per-rank", str(wanted)]
+    try:
+        with pytest.raises(Seen):
+            await rank_main.serve(rank_main.build_parser().parse_args(words))
+        assert threads_of_a_new_thread(lambda: None) == wanted - 1
+        assert threads_of_a_new_thread(prepared[0]) == wanted
+    finally:
+        torch.set_num_threads(before)
