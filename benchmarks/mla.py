@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import seeded
 from benchmarks.compare import measure, of_rank, of_transformers
 from benchmarks.crossings import crossover
 from benchmarks.harness import cluster, integers, machine, parser, report, spread
@@ -35,10 +36,8 @@ GATHERS = ("q", "kv")
 
 def write_model(directory: Path) -> Path:
     """The seeded model as a Hugging Face directory."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
+    return seeded.write(
+        directory,
         "deepseek_v2",
         hidden_size=1024,
         intermediate_size=1024,
@@ -54,13 +53,6 @@ def write_model(directory: Path) -> Path:
         v_head_dim=DV,
         first_k_dense_replace=4,
     )
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(directory)
-    letters = {letter: index for index, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=letters, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(directory / "tokenizer.json"))
-    return directory
 
 
 def reorganisation(context: int, shards: int, interleave: int, runs: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ BENCHMARKS = (
     "mla",
     "pd-waste",
     "prefill",
+    "shapes",
     "transfer",
     "zigzag",
 )
