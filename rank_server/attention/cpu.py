@@ -1,13 +1,14 @@
-"""Attention on a CPU: a compiled program for rows with few queries where it suits, operations of torch for everything else."""
+"""Attention on a CPU: compiled programs for rows with few and with many queries, torch's operations where they do not suit."""
 
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from rank_server.attention import cpu_decode
+from rank_server.attention import cpu_decode, cpu_prefill
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.cpu_decode import CpuDecode
+from rank_server.attention.cpu_prefill import CpuPrefill
 from rank_server.attention.partial import dense_partial, paged_partial
 
 
@@ -16,30 +17,37 @@ class CpuKernels:
 
     def __init__(self, use_threads: bool | None = None) -> None:
         self._decode = CpuDecode(use_threads)
+        self._prefill = CpuPrefill(use_threads)
         self._sorted: _Sorted | None = None
 
     def paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernels`."""
-        if not cpu_decode.suits(q, k_cache, v_cache):
-            return paged_partial(q, k_cache, v_cache, batch, scale)
-        if self._sorted is None or self._sorted.batch is not batch:
-            self._sorted = _Sorted.of(batch)
-        if self._sorted.covered == q.shape[0]:
+        programs = cpu_decode.suits(q, k_cache, v_cache), cpu_prefill.suits(q, k_cache, v_cache)
+        by = self._sorted
+        if by is None or by.batch is not batch or by.programs != programs:
+            by = self._sorted = _Sorted.of(batch, programs)
+        if by.covered == q.shape[0]:
             out, lse = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
         else:
-            out, lse = paged_partial(q, k_cache, v_cache, self._sorted.others, scale)
-        if self._sorted.few:
-            self._decode.attend(q, k_cache, v_cache, self._sorted.few, batch, scale, out, lse)
+            out, lse = paged_partial(q, k_cache, v_cache, by.others, scale)
+        if by.few:
+            self._decode.attend(q, k_cache, v_cache, by.few, batch, scale, out, lse)
+        if by.many:
+            self._prefill.attend_paged(q, k_cache, v_cache, by.many, batch, scale, out, lse)
         return out, lse
 
     def dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """See `Kernels`."""
+        if len(q) > 0 and len(k) > 0 and cpu_prefill.suits(q, k, v):
+            return self._prefill.attend_dense(q, k, v, scale, seen)
         return dense_partial(q, k, v, scale, seen)
 
     def warm_up(self, dtype: torch.dtype, share: int, head_dim: int) -> None:
         """See `Kernels`."""
         if cpu_decode.fits(dtype, share, head_dim):
             self._decode.warm_up(share, head_dim)
+        if cpu_prefill.fits(dtype, head_dim, head_dim):
+            self._prefill.warm_up(share, head_dim, head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +55,20 @@ class _Sorted:
     """A batch by what its rows are attended with; the layers of a step share it."""
 
     batch: AttentionBatch
+    programs: tuple[bool, bool]
+    """Whether the program for few queries and the one for many can be used at all."""
     few: tuple[AttentionRow, ...]
+    many: tuple[AttentionRow, ...]
     covered: int
     """Queries of these rows."""
     others: AttentionBatch
 
     @classmethod
-    def of(cls, batch: AttentionBatch) -> "_Sorted":
-        few = tuple(row for row in batch.rows if cpu_decode.few(row))
-        others = tuple(row for row in batch.rows if not cpu_decode.few(row))
-        return cls(batch, few, sum(row.q_len for row in few), replace(batch, rows=others))
+    def of(cls, batch: AttentionBatch, programs: tuple[bool, bool]) -> "_Sorted":
+        few: list[AttentionRow] = []
+        many: list[AttentionRow] = []
+        others: list[AttentionRow] = []
+        for row in batch.rows:
+            (few if programs[0] and cpu_decode.few(row) else many if programs[1] else others).append(row)
+        covered = sum(row.q_len for row in few + many)
+        return cls(batch, programs, tuple(few), tuple(many), covered, replace(batch, rows=tuple(others)))

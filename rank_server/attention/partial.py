@@ -1,7 +1,7 @@
 """Attention of a step's queries on a CPU, over the keys of this shard's paged cache or over keys at hand.
 
-Many queries in bf16 over enough keys go the way of `shifted_softmax`, all others through torch's flash operation in fp32, over
-pieces of the keys that stay in the processor's cache between their conversion and their use.
+They go through torch's flash operation in fp32, over pieces of the keys that stay in the processor's cache between their
+conversion and their use.
 """
 
 import torch
@@ -10,18 +10,11 @@ from torch import Tensor
 from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.keys import DenseKeys, Keys, RowKeys, pieces
 from rank_server.attention.merge import OnlineMerge, clear_empty
-from rank_server.attention.shifted_softmax import ShiftedSoftmax, suits
 
 QUERY_TILE = 256
 """Queries of one row that are attended together; bounds masks and accumulators."""
 WORKSPACE_BYTES = 2 * 1024 * 1024
-"""Bound on each copy of keys or values, and on weights and masks of a tile (but they hold at least one block)."""
-MANY_QUERIES = 32
-"""Fewer rows of queries per KV head leave bf16 products half empty."""
-MANY_KEYS = 128
-"""Over fewer keys the estimate of the shift costs more than is saved."""
-SAMPLE_RUN = 8
-"""The shift is estimated from so many keys at each of four places."""
+"""Bound on each copy of keys or values, and on masks of a tile (but they hold at least one block)."""
 
 
 def paged_partial(
@@ -35,8 +28,7 @@ def paged_partial(
     """Partial attention (out [T, h, D] fp32, lse [T, h] fp32, natural log) of q [T, h, D] over this shard.
 
     k_cache, v_cache: [num_blocks, B, hk, D] with h a multiple of hk; query head i reads KV head i // (h / hk), else ValueError.
-    A query sees the first `batch.visible` keys of its row; one that sees none gets exactly (0, −inf). Scores and sums are fp32;
-    where q and cache are bf16 and a row has many queries, softmax weights are rounded to bf16, else nothing is.
+    A query sees the first `batch.visible` keys of its row; one that sees none gets exactly (0, −inf). Everything is fp32.
     """
     kv_heads = k_cache.shape[2]
     _check_heads(q.shape[1], kv_heads)
@@ -94,35 +86,8 @@ def _attend_tile(
 ) -> tuple[Tensor, Tensor]:
     """Queries q [t, h, D] of one row, query i over the first visible[i] keys (None: the first bounds[0], all the same).
 
-    bounds: the fewest and the most keys that a query sees, the most ≥ 1.
+    bounds: the fewest and the most keys that a query sees, the most ≥ 1. The first bounds[0] keys need no mask.
     """
-    if q.shape[0] * q.shape[1] >= MANY_QUERIES * kv_heads and bounds[1] >= MANY_KEYS and suits(q, keys.read_keys(0, 1).dtype):
-        found = _shifted(q, keys, kv_heads, visible, bounds, scale, workspace_bytes)
-        if found is not None:
-            return found
-    return _flash(q, keys, kv_heads, visible, bounds, scale, workspace_bytes)
-
-
-def _shifted(
-    q: Tensor, keys: Keys, kv_heads: int, visible: Tensor | None, bounds: tuple[int, int], scale: float, workspace_bytes: int
-) -> tuple[Tensor, Tensor] | None:
-    by_all, by_any = bounds
-    sampled = by_all if by_all >= MANY_KEYS else by_any
-    places = [(sampled - SAMPLE_RUN) * i // 3 for i in range(4)]
-    sample = torch.cat([keys.read_keys(first, first + SAMPLE_RUN) for first in places])
-    softmax = ShiftedSoftmax(q, sample, scale)
-    size = min(512, workspace_bytes // (q.shape[0] * q.shape[1] // kv_heads * torch.bfloat16.itemsize))
-    for lowest, highest in ((0, by_all), (by_all, by_any)):
-        for first, last in pieces(lowest, highest, size, keys.granule):
-            seen = None if visible is None or last <= by_all else visible - first
-            softmax.add(keys.read_keys(first, last), keys.read_values(first, last), seen)
-    return softmax.result(visible == 0 if visible is not None and by_all == 0 else None)
-
-
-def _flash(
-    q: Tensor, keys: Keys, kv_heads: int, visible: Tensor | None, bounds: tuple[int, int], scale: float, workspace_bytes: int
-) -> tuple[Tensor, Tensor]:
-    """The first bounds[0] keys need no mask; those up to bounds[1] are seen by some queries only."""
     by_all, by_any = bounds
     wide = q.to(torch.float32)
     size = workspace_bytes // (kv_heads * q.shape[2] * torch.float32.itemsize)

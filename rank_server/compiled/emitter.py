@@ -101,6 +101,10 @@ class Emitter:
         """The lesser of two integers."""
         return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
+    def most(self, x: ir.Value, y: ir.Value) -> ir.Value:
+        """The greater of two integers."""
+        return self.b.select(self.b.icmp_signed(">", x, y), x, y)
+
     def greatest(self, x: ir.Value, y: ir.Value) -> ir.Value:
         """x where it is above y, else y: a NaN in x is passed over."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
@@ -223,6 +227,19 @@ class Emitter:
         self.b.branch(head)
         self.b.position_at_end(end)
 
+    @contextmanager
+    def shared_loop(self, counter: ir.Value, last: ir.Value) -> Iterator[ir.Value]:
+        """Body of a loop that threads share: 0, 1, … < last go to whoever asks first; counter: address of an integer, 0."""
+        head, body, end = (self.function.append_basic_block(name) for name in ("head", "body", "end"))
+        self.b.branch(head)
+        self.b.position_at_end(head)
+        number = self.b.atomic_rmw("add", self.b.inttoptr(counter, I64.as_pointer()), self.integer(1), "monotonic")
+        self.b.cbranch(self.b.icmp_signed("<", number, last), body, end)
+        self.b.position_at_end(body)
+        yield number
+        self.b.branch(head)
+        self.b.position_at_end(end)
+
     def call(self, name: str, result: ir.Type) -> ir.Value:
         """Result of a C function of this process without arguments."""
         return self.b.call(ir.Function(self.module, ir.FunctionType(result, []), name), [])
@@ -234,7 +251,6 @@ class Compiled:
 
     address: int
     """Valid as long as this object lives."""
-    assembly: str
     engine: llvm.ExecutionEngine
 
 
@@ -249,7 +265,6 @@ def translate(emitter: Emitter) -> Compiled:
     module.verify()
     builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
     builder.getModulePassManager().run(module, builder)
-    assembly = machine.emit_assembly(module)
     engine = llvm.create_mcjit_compiler(module, machine)
     engine.finalize_object()
-    return Compiled(engine.get_function_address(emitter.function.name), assembly, engine)
+    return Compiled(engine.get_function_address(emitter.function.name), engine)

@@ -8,6 +8,7 @@ import torch
 
 from rank_server.compiled.emitter import HALVES, I64, LANES, VECTOR, WORDS, Emitter, translate
 from rank_server.compiled.exponential import exponential
+from rank_server.compiled.openmp import parallel
 
 RECORD = np.dtype([("source", np.int64), ("result", np.int64), ("count", np.int64)])
 
@@ -77,3 +78,22 @@ def test_a_counted_loop():
         e.store(e.get(total), call["result"])
 
     assert run(build, torch.arange(10), torch.zeros(1, dtype=torch.int64), 10).item() == 0 + 3 + 6 + 9
+
+
+def test_a_shared_loop_takes_each_number_once():
+    """On several threads at once; `source` has the counter, `result` counts the visits."""
+
+    def build(e, call):
+        with e.shared_loop(call["source"], call["count"]) as number:
+            e.store(e.at(e.load(call["result"], I64, number), 1), call["result"], number)
+
+    e = Emitter("program")
+    build(e, e.fields(RECORD))
+    compiled, count = translate(e), 1000
+    counter, visits = torch.zeros(1, dtype=torch.int64), torch.zeros(count + 1, dtype=torch.int64)
+    record = np.zeros((), RECORD)
+    record["source"], record["result"], record["count"] = counter.data_ptr(), visits.data_ptr(), count
+    run_together = parallel()
+    assert run_together is not None
+    run_together(compiled.address, record.ctypes.data, 4)
+    assert visits.tolist() == [1] * count + [0]
