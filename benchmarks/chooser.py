@@ -179,9 +179,10 @@ def plot(found: Mapping[Cell, Taken], predicted: Mapping[Cell, Mapping[str, floa
     series: dict[str, list[tuple[float, float]]] = {}
     for new, cells in by_new(found):
         later = [cell for cell in cells if cell.context]
-        ratios = [(cell.context, median(found[cell].ms["q"]) / median(found[cell].ms["kv"])) for cell in later]
-        series[f"{new} new, measured"] = ratios
-        series[f"{new} new, predicted"] = [(cell.context, predicted[cell]["q"] / predicted[cell]["kv"]) for cell in later]
+        ratios = [median(found[cell].ms["q"]) / median(found[cell].ms["kv"]) for cell in later]
+        expected = [predicted[cell]["q"] / predicted[cell]["kv"] for cell in later]
+        for kind, values in (("measured", ratios), ("predicted", expected)):
+            series[f"{new} new, {kind}"] = [(cell.context, value) for cell, value in zip(later, values, strict=True)]
     line_chart(path, "Queries travel ÷ keys travel", "cached tokens", "time ratio", series)
 
 
