@@ -60,13 +60,26 @@ class Packing:
         size = self.rows_per_message
         return range(message * size, min((message + 1) * size, self.num_rows))
 
-    def places(self, message: int, slots: NDArray[np.int64], slots_per_plane: int) -> NDArray[np.int64]:
-        """[rows of the message] places plane·slots_per_plane + slot in a pool whose planes follow one another.
 
-        slots: [tokens] slots of the link's tokens on the side that asks, in run order.
-        """
-        if len(slots) != self.tokens:
-            raise LayoutError(f"{len(slots)} slots for {self.tokens} tokens")
-        rows = self.rows(message)
-        plane, token = np.divmod(np.arange(rows.start, rows.stop), self.tokens)
-        return plane * slots_per_plane + slots[token]
+@dataclass(frozen=True, slots=True, eq=False)
+class PlaneIndex:
+    """Where the parts of a link lie in a pool whose planes follow one another.
+
+    one: [n] places of a plane's parts in plane 0, in the order of the link's runs. stride: from a place to the same one of the
+    next plane.
+    """
+
+    one: NDArray[np.int64]
+    stride: int
+
+    def at(self, start: int, stop: int) -> NDArray[np.int64]:
+        """[stop − start] places of parts [start, stop), counted plane by plane. Cost: O(stop − start), whatever n is."""
+        size = len(self.one)
+        first, last = start // size, (stop - 1) // size
+        if stop <= start:
+            return self.one[:0]
+        start, stop = start - first * size, stop - last * size
+        if first == last:
+            return self.one[start:stop] + first * self.stride
+        whole = np.arange(first + 1, last)[:, None] * self.stride + self.one
+        return np.concatenate([self.one[start:] + first * self.stride, whole.reshape(-1), self.one[:stop] + last * self.stride])

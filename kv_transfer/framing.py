@@ -1,27 +1,35 @@
 """One message of a transfer as bytes: a valid `FetchResponse` whose payload neither end copies more than it must.
 
-protobuf would copy a payload into the message, and again into the frame, and the same on the way back. Here the frame is
-joined once, straight from the rows; the receiver parses the header and looks at the payload where it is.
+protobuf would copy a payload into the message, and again into the frame, and the same on the way back. Here rows are read
+straight into the frame; the receiver parses the header and looks at the payload where it is.
 """
 
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
 from google.protobuf.message import DecodeError
+from numpy.typing import NDArray
 
 from cp_wire.pb import kv_transfer_pb2 as pb
+from kv_transfer.fresh_bytes import filled
 
 FETCH = "/kvloom.v1.KvTransferService/Fetch"
 """The method whose responses are frames."""
 
 Buffer = bytes | memoryview
+Bytes = NDArray[np.uint8]
 
 _HEADER_TAG = 0x0A
 _PAYLOAD_TAG = 0x12
 _CHECKED = struct.Struct("<11Q")
+_CRC = struct.Struct("<BI")
+_CRC_TAG = pb.FetchHeader.DESCRIPTOR.fields_by_name["crc32c"].number << 3 | 5
+"""Its field is the last one and of fixed size, also when it is 0: so all that precedes the payload has a size that does not
+depend on the payload."""
 
 
 class Corrupted(ValueError):
@@ -51,11 +59,11 @@ class Header:
     first_row: int
     num_rows: int
 
-    def crc(self, payload: Buffer) -> int:
+    def crc(self, payload: Buffer | Bytes) -> int:
         """CRC32C over the header's fields and the payload."""
         fields = _CHECKED.pack(*self.stream, self.message, self.first_row, self.num_rows)
         # The library takes no memoryview, but an array around the same memory.
-        data = payload if isinstance(payload, bytes) else np.asarray(payload)
+        data = np.asarray(payload) if isinstance(payload, memoryview) else payload
         return int(google_crc32c.extend(google_crc32c.value(fields), data))
 
 
@@ -73,16 +81,22 @@ class Frame:
             raise Corrupted(f"message {self.header.message} has a wrong checksum")
 
 
-def encode(header: Header, payload: Buffer) -> bytes:
-    """The frame."""
+def encode(header: Header, size: int, fill: Callable[[Bytes], None]) -> bytes:
+    """The frame with a payload of `size` bytes, which `fill` writes to the array that it is given; raises what that raises."""
     fields = pb.FetchHeader(
-        **header.stream._asdict(),
-        message=header.message,
-        first_row=header.first_row,
-        num_rows=header.num_rows,
-        crc32c=header.crc(payload),
+        **header.stream._asdict(), message=header.message, first_row=header.first_row, num_rows=header.num_rows
     ).SerializeToString()
-    return b"".join([_length(_HEADER_TAG, len(fields)), fields, _length(_PAYLOAD_TAG, len(payload)), payload])
+    before = _length(_HEADER_TAG, len(fields) + _CRC.size) + fields
+    between = _length(_PAYLOAD_TAG, size)
+    at = len(before) + _CRC.size + len(between)
+
+    def write(frame: Bytes) -> None:
+        payload = frame[at:]
+        fill(payload)
+        start = before + _CRC.pack(_CRC_TAG, header.crc(payload)) + between
+        frame[:at] = np.frombuffer(start, np.uint8)
+
+    return filled(at + size, write)
 
 
 def decode(frame: bytes) -> Frame:

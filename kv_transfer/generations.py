@@ -36,7 +36,7 @@ class Generations:
 
     def untouched(self, blocks: Blocks, since: int) -> bool:
         """Whether none of the blocks was handed out after `since`."""
-        return bool((self._stamps[_ids(blocks)] <= since).all())
+        return self._now <= since or bool((self._stamps[_ids(blocks)] <= since).all())
 
 
 def _ids(blocks: Blocks) -> NDArray[np.int64]:

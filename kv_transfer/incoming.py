@@ -7,7 +7,7 @@ from cp_layout.reshard import Link, Runs
 from kv_transfer.framing import Corrupted, Frame, Stream
 from kv_transfer.generations import Generations
 from kv_transfer.pull import Pull, Report
-from kv_transfer.store import Bytes, Int64s, Store
+from kv_transfer.store import Bytes, Int64s, Store, pick
 
 
 class TargetReused(Exception):
@@ -37,8 +37,9 @@ class Incoming:
         self._store = store
         self._generations = generations
         self._report = report
-        self._slots: Int64s = runs.dst_slots(np.asarray(pull.blocks, np.int64), geometry.block_size)
-        self._blocks = np.unique(self._slots // geometry.block_size)
+        slots: Int64s = runs.dst_slots(np.asarray(pull.blocks, np.int64), geometry.block_size)
+        self._blocks = np.unique(slots // geometry.block_size)
+        self._picked = pick(geometry, slots, link.dst_head, link.num_heads, self.packing.rows_per_message)
 
     def begin(self, attempt: int, generation: int) -> None:
         """From now on messages of this attempt count, and those of the source's blocks of this generation."""
@@ -66,7 +67,7 @@ class Incoming:
         if header.message not in self.missing:
             report.duplicates += 1
             return
-        self.write(header.message, np.frombuffer(payload, np.uint8))
+        self.write(rows, np.frombuffer(payload, np.uint8))
         self.count(header.message)
 
     def count(self, message: int) -> None:
@@ -75,11 +76,10 @@ class Incoming:
         self._report.messages += 1
         self._report.payload_bytes += len(self.packing.rows(message)) * self.packing.row_bytes
 
-    def write(self, message: int, payload: Bytes) -> None:
-        """Writes the bytes of a message where they belong; `TargetReused`."""
+    def write(self, rows: range, data: Bytes) -> None:
+        """Writes a piece of the link's rows where it belongs; `TargetReused`."""
         # Between this look and the end of the write nothing else runs on the thread, and owners change only once no pull of
         # theirs is running; the look catches a caller that breaks that rule.
         if not self._generations.untouched(self._blocks, self._pull.generation):
             raise TargetReused
-        places = self.packing.places(message, self._slots, self._store.geometry.slots)
-        self._store.write(places, self._link.dst_head, self._link.num_heads, payload.reshape(len(places), -1))
+        self._store.write(self._picked, rows, data)

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -23,7 +22,7 @@ from kv_transfer.generations import Generations
 from kv_transfer.incoming import Incoming, TargetReused
 from kv_transfer.open_pools import OpenPools
 from kv_transfer.pull import Limits, Pull, Report, TransferFailed
-from kv_transfer.store import ArrayStore, Geometry, Store
+from kv_transfer.store import ArrayStore, Geometry, Store, pick
 
 log = get_logger("transfer")
 
@@ -146,14 +145,16 @@ class LinkPull:
         What was copied counts once the source has said, afterwards, that the blocks are still the session's, and this rank
         still one that reads them.
         """
-        slots = self._runs.src_slots(np.array(described.blocks, np.int64), pool.geometry.block_size)
-        packing, copied = incoming.packing, sorted(incoming.missing)
-        scratch = np.empty((packing.rows_per_message, packing.row_bytes), np.uint8)
+        packing, geometry = incoming.packing, pool.geometry
+        slots = self._runs.src_slots(np.array(described.blocks, np.int64), geometry.block_size)
+        picked = pick(geometry, slots, self._link.src_head, self._link.num_heads, packing.rows_per_message)
+        copied = sorted(incoming.missing)
+        scratch = np.empty(packing.rows_per_message * packing.row_bytes, np.uint8)
         for message in copied:
-            rows = scratch[: len(packing.rows(message))]
-            places = packing.places(message, slots, pool.geometry.slots)
-            pool.read(places, self._link.src_head, self._link.num_heads, rows)
-            incoming.write(message, rows)
+            rows = packing.rows(message)
+            data = scratch[: len(rows) * packing.row_bytes]
+            pool.read(picked, rows, data)
+            incoming.write(rows, data)
             # The loop stays open for others: a message takes a fraction of a millisecond.
             await asyncio.sleep(0)
         await self._renew_once(self._limits.call_s)
@@ -180,29 +181,28 @@ class LinkPull:
 
     async def _fetch(self, incoming: Incoming, request: pb.FetchRequest) -> None:
         """One call: takes what comes until the source ends it; raises `KvloomError` when it ends badly or stands still."""
-        call = self._fetch_method(request, timeout=self._limits.deadline_s)
-        reading = asyncio.create_task(self._read(call))
+        call, idle_s = self._fetch_method(request, timeout=self._limits.deadline_s), self._limits.idle_s
+        now = asyncio.get_running_loop().time
+        reading = asyncio.ensure_future(call.read())
         try:
-            while (data := await reading) is not grpc.aio.EOF:
-                # The next message comes in while this one is written.
-                reading = asyncio.create_task(self._read(call))
-                await asyncio.sleep(0)
-                try:
-                    incoming.take(decode(data))
-                except Corrupted:
-                    self._report.corrupted += 1
+            async with asyncio.timeout(idle_s) as patience:
+                while (data := await reading) is not grpc.aio.EOF:
+                    # The next message comes in while this one is written.
+                    reading = asyncio.ensure_future(call.read())
+                    patience.reschedule(now() + idle_s)
+                    await asyncio.sleep(0)
+                    try:
+                        incoming.take(decode(data))
+                    except Corrupted:
+                        self._report.corrupted += 1
         except TimeoutError as error:
-            raise errors.DeadlineExceeded(f"no message for {self._limits.idle_s} s") from error
+            raise errors.DeadlineExceeded(f"no message for {idle_s} s") from error
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc_error(error) from error
         finally:
             reading.cancel()
             call.cancel()
             await asyncio.wait([reading])
-
-    async def _read(self, call: "grpc.aio.UnaryStreamCall[pb.FetchRequest, bytes]") -> Any:
-        async with asyncio.timeout(self._limits.idle_s):
-            return await call.read()
 
     async def _renew(self, lease_s: float) -> None:
         """Prolongs the lease until cancelled, or until the source no longer grants it: then the fetch fails by itself."""

@@ -71,27 +71,17 @@ class KvTransferServicer(kv_transfer_pb2_grpc.KvTransferServiceServicer):
             await _abort(error, request, context)
 
     async def _send_all(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
+        """TimeoutError when the reader does not take a message in time."""
         fetch = self._source.open(request)
-        sending: asyncio.Task[None] | None = None
-        try:
+        now = asyncio.get_running_loop().time
+        async with asyncio.timeout(self._write_s) as patience:
             for position in range(len(fetch.messages)):
-                frame = fetch.frame(position)
-                if sending is not None:
-                    await sending
-                sending = asyncio.create_task(self.send(frame, context))
-                # Lets it begin.
-                await asyncio.sleep(0)
-            if sending is not None:
-                await sending
-        finally:
-            if sending is not None and not sending.done():
-                sending.cancel()
-                await asyncio.wait([sending])
+                await self.send(fetch.frame(position), context)
+                patience.reschedule(now() + self._write_s)
 
     async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
-        """Writes one frame; TimeoutError when the reader does not take it."""
-        async with asyncio.timeout(self._write_s):
-            await context.write(frame)
+        """Writes one frame; returns when it is on its way."""
+        await context.write(frame)
 
 
 def add_to_server(servicer: KvTransferServicer, server: grpc.aio.Server) -> None:

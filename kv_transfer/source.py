@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from cp_layout.errors import LayoutError
 from cp_layout.packing import Packing
 from cp_layout.reshard import Link, reshard
@@ -13,7 +11,7 @@ from cp_wire.pb import kv_transfer_pb2 as pb
 from kv_transfer import framing
 from kv_transfer.facts import Place, require_equal, side_of
 from kv_transfer.leases import Lease, LeaseTable
-from kv_transfer.store import Int64s, Store
+from kv_transfer.store import Bytes, Picked, Store, pick
 
 MAX_MESSAGE_BYTES = 2 << 20
 """Larger messages only go slower."""
@@ -21,16 +19,17 @@ MAX_MESSAGE_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """What one target rank reads here of one token range: heads, and the slots of its tokens in the order of their runs."""
+    """What one target rank reads here of one token range, in messages of one size."""
 
     link: Link
-    slots: Int64s
+    packing: Packing
+    picked: Picked
 
 
 class Fetch:
     """One accepted `Fetch` call: `frame` packs its messages, one at a time."""
 
-    def __init__(self, source: "Source", request: pb.FetchRequest, outgoing: Outgoing, packing: Packing) -> None:
+    def __init__(self, source: "Source", request: pb.FetchRequest, outgoing: Outgoing) -> None:
         self.messages: Sequence[int] = list(request.messages)
         self._source = source
         self._request = request
@@ -45,8 +44,6 @@ class Fetch:
             start=request.start,
             end=request.end,
         )
-        self._packing = packing
-        self._scratch = np.empty(packing.rows_per_message * packing.row_bytes, np.uint8)
 
     def frame(self, position: int) -> bytes:
         """Packs the message at this position of `messages`.
@@ -55,16 +52,16 @@ class Fetch:
         sent: `LeaseEnded` or `Stale` instead.
         """
         message = self.messages[position]
-        rows = self._packing.rows(message)
-        size = len(rows) * self._packing.row_bytes
-        link, store = self._outgoing.link, self._source.store
-        self._source.lease_for(self._request)
-        places = self._packing.places(message, self._outgoing.slots, store.geometry.slots)
-        payload = self._scratch[:size]
-        store.read(places, link.src_head, link.num_heads, payload.reshape(len(rows), -1))
-        self._source.lease_for(self._request)
+        packing, picked = self._outgoing.packing, self._outgoing.picked
+        rows = packing.rows(message)
+
+        def read(payload: Bytes) -> None:
+            self._source.lease_for(self._request)
+            self._source.store.read(picked, rows, payload)
+            self._source.lease_for(self._request)
+
         header = framing.Header(self._stream, message, rows.start, len(rows))
-        return framing.encode(header, payload.data)
+        return framing.encode(header, len(rows) * packing.row_bytes, read)
 
 
 def _milliseconds(seconds: float) -> int:
@@ -125,13 +122,12 @@ class Source:
         if not request.start < request.end <= lease.tokens:
             raise InvalidRequest("end", request.end, f"tokens [{request.start}, end) of the {lease.tokens} that can be read")
         outgoing = self._outgoing(lease, request)
-        row_bytes = outgoing.link.num_heads * self.store.geometry.head_bytes
-        packing = Packing(self.store.geometry.planes, len(outgoing.slots), row_bytes, request.message_bytes)
+        num_messages = outgoing.packing.num_messages
         for message in request.messages:
-            if message >= packing.num_messages:
-                raise InvalidRequest("messages", message, f"there are {packing.num_messages}")
+            if message >= num_messages:
+                raise InvalidRequest("messages", message, f"there are {num_messages}")
         lease.attempts[_range_of(request)] = request.attempt
-        return Fetch(self, request, outgoing, packing)
+        return Fetch(self, request, outgoing)
 
     def lease_for(self, request: pb.FetchRequest) -> Lease:
         """The lease the request speaks of, if everything it says of it still holds."""
@@ -157,7 +153,8 @@ class Source:
         return lease
 
     def _outgoing(self, lease: Lease, request: pb.FetchRequest) -> Outgoing:
-        key = (request.target.SerializeToString(deterministic=True), request.target_rank, request.start, request.end)
+        target = request.target.SerializeToString(deterministic=True)
+        key = (target, request.target_rank, request.start, request.end, request.message_bytes)
         if key not in lease.plans:
             lease.plans[key] = self._plan(lease, request)
         found: Outgoing = lease.plans[key]
@@ -174,4 +171,6 @@ class Source:
             slots = plan.runs_of(links[0]).src_slots(lease.blocks, own.layout.block_size)
         except LayoutError as refusal:
             raise ConfigRefused(f"transfer {request.session}: {refusal}") from refusal
-        return Outgoing(links[0], slots)
+        (link,), geometry = links, self.store.geometry
+        packing = Packing(geometry.planes, len(slots), link.num_heads * geometry.head_bytes, request.message_bytes)
+        return Outgoing(link, packing, pick(geometry, slots, link.src_head, link.num_heads, packing.rows_per_message))

@@ -1,15 +1,17 @@
 """A rank's paged KV pool, seen as rows of bytes.
 
-A *plane* is K, V or the latent cache of one layer: [num_blocks, block_size, heads, head_bytes]. A *place* counts the rows of
-all planes, one plane after another: plane · num_blocks · block_size + slot.
+A *plane* is K, V or the latent cache of one layer: [num_blocks, block_size, heads, head_bytes]. A *row* is one token of one
+plane, the bytes of the heads that are meant.
 """
 
 from dataclasses import dataclass
+from math import gcd
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cp_layout.packing import PlaneIndex
 from kv_transfer.shared_memory import SharedPool
 
 Bytes = NDArray[np.uint8]
@@ -40,17 +42,70 @@ class Geometry:
         """[planes, num_blocks, block_size, heads, head_bytes] of the whole pool."""
         return self.planes, self.num_blocks, self.block_size, self.heads, self.head_bytes
 
-    def check(self, places: Int64s, first_head: int, num_heads: int) -> None:
+    def check(self, slots: Int64s, first_head: int, num_heads: int) -> None:
         """IndexError for what the pool does not have."""
         if not 0 <= first_head < first_head + num_heads <= self.heads:
             raise IndexError(f"heads [{first_head}, {first_head + num_heads}) of a pool of {self.heads}")
-        if len(places) and not 0 <= places.min() <= places.max() < self.planes * self.slots:
-            raise IndexError(f"places {places.min()} to {places.max()} of a pool of {self.planes * self.slots}")
+        if not len(slots):
+            raise IndexError("no slots at all")
+        if not 0 <= slots.min() <= slots.max() < self.slots:
+            raise IndexError(f"slots {slots.min()} to {slots.max()} of a pool of {self.slots}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Picked:
+    """Rows of a pool that move together: some heads of some tokens, in all planes. They stand plane by plane, in each plane
+    token by token.
+
+    They are taken as units of `unit_bytes`, that is, as many neighbouring rows of all heads as divide the request evenly, or as
+    many heads of one row: the pool is an array of such units, and `index` says which are meant, in order.
+    """
+
+    unit_bytes: int
+    index: PlaneIndex
+    row_bytes: int
+    num_rows: int
+
+    def units(self, rows: range) -> Int64s:
+        """Units of a piece of the rows; IndexError when it is cut across one or ends beyond the last row."""
+        start, stop = rows.start * self.row_bytes, rows.stop * self.row_bytes
+        if not 0 <= rows.start <= rows.stop <= self.num_rows or start % self.unit_bytes or stop % self.unit_bytes:
+            raise IndexError(f"rows [{rows.start}, {rows.stop}) of {self.num_rows}")
+        return self.index.at(start // self.unit_bytes, stop // self.unit_bytes)
+
+
+def pick(geometry: Geometry, slots: Int64s, first_head: int, num_heads: int, piece: int = 1) -> Picked:
+    """Heads [first, first + num) of the tokens at these slots [n], in every plane; IndexError for what the pool does not have.
+
+    piece: rows are asked for from multiples of it to multiples of it, or to the last.
+    """
+    geometry.check(slots, first_head, num_heads)
+    heads, width = geometry.heads, 1
+    if num_heads == heads:
+        rows = _granule(slots, gcd(geometry.block_size, piece))
+        width, index = rows * heads, slots[::rows] // rows
+    elif heads % num_heads == 0 and first_head % num_heads == 0:
+        width, index = num_heads, slots * (heads // num_heads) + first_head // num_heads
+    else:
+        index = (slots[:, None] * heads + np.arange(first_head, first_head + num_heads)).reshape(-1)
+    return Picked(
+        unit_bytes=width * geometry.head_bytes,
+        index=PlaneIndex(index, geometry.slots * heads // width),
+        row_bytes=num_heads * geometry.head_bytes,
+        num_rows=geometry.planes * len(slots),
+    )
+
+
+def _granule(slots: Int64s, limit: int) -> int:
+    """The largest divisor of `limit` into whose multiples the slots fall: where stretches of neighbours begin and end, in the
+    list and in the pool."""
+    begins = np.append(0, np.flatnonzero(np.diff(slots) != 1) + 1)
+    return int(np.gcd.reduce(np.concatenate([begins, slots[begins], [len(slots), limit]])))
 
 
 class Store(Protocol):
-    """What a transfer needs of a pool. Both calls take places [n] and heads [first, first + num) of the rank; IndexError for
-    what the pool does not have. Neither returns before the bytes are where they belong."""
+    """What a transfer needs of a pool. Both calls take a piece of what was picked of this pool's geometry; neither returns
+    before the bytes are where they belong."""
 
     @property
     def geometry(self) -> Geometry:
@@ -62,12 +117,12 @@ class Store(Protocol):
         """The memory of the whole pool, [planes, …] as `Geometry.shape` says, if processes of this host may read it."""
         ...
 
-    def read(self, places: Int64s, first_head: int, num_heads: int, out: Bytes) -> None:
-        """Copies the rows to `out` [n, num_heads·head_bytes], contiguous."""
+    def read(self, picked: Picked, rows: range, out: Bytes) -> None:
+        """Copies the rows to `out` [bytes of the rows], contiguous."""
         ...
 
-    def write(self, places: Int64s, first_head: int, num_heads: int, rows: Bytes) -> None:
-        """Copies rows [n, num_heads·head_bytes] to the places, each of which occurs once."""
+    def write(self, picked: Picked, rows: range, data: Bytes) -> None:
+        """Copies `data` [bytes of the rows] to the rows. No slot was picked twice."""
         ...
 
 
@@ -92,39 +147,16 @@ class ArrayStore:
         """Sizes of the pool."""
         return self._geometry
 
-    def read(self, places: Int64s, first_head: int, num_heads: int, out: Bytes) -> None:
+    def read(self, picked: Picked, rows: range, out: Bytes) -> None:
         """See `Store.read`."""
-        units, index = self._units(places, first_head, num_heads)
-        np.take(units, index, axis=0, out=out.reshape(len(index), units.shape[1]), mode="clip")
+        index = picked.units(rows)
+        # `clip` spares a second look at an index that `pick` has looked at.
+        np.take(self._units(picked), index, axis=0, out=out.reshape(len(index), picked.unit_bytes), mode="clip")
 
-    def write(self, places: Int64s, first_head: int, num_heads: int, rows: Bytes) -> None:
+    def write(self, picked: Picked, rows: range, data: Bytes) -> None:
         """See `Store.write`."""
-        units, index = self._units(places, first_head, num_heads)
-        units[index] = rows.reshape(len(index), units.shape[1])
+        index = picked.units(rows)
+        self._units(picked)[index] = data.reshape(len(index), picked.unit_bytes)
 
-    def _units(self, places: Int64s, first_head: int, num_heads: int) -> tuple[Bytes, Int64s]:
-        """The pool as units of equal size, and the units that were asked for, in order.
-
-        Of all heads a unit is as many neighbouring rows as divide the request evenly, of some heads as many heads.
-        """
-        geometry = self._geometry
-        # `take` clips: a place beyond the pool has to be found before.
-        geometry.check(places, first_head, num_heads)
-        if num_heads == geometry.heads:
-            rows = _granule(places, geometry.block_size)
-            return self._data.reshape(-1, rows * num_heads * geometry.head_bytes), places[::rows] // rows
-        aligned = geometry.heads % num_heads == 0 and first_head % num_heads == 0
-        width = num_heads if aligned else 1
-        index = places * (geometry.heads // width) + first_head // width
-        if not aligned:
-            index = (index[:, None] + np.arange(num_heads)).reshape(-1)
-        return self._data.reshape(-1, width * geometry.head_bytes), index
-
-
-def _granule(places: Int64s, block_size: int) -> int:
-    """The largest divisor of B into whose multiples the places fall: where stretches of neighbours begin and end, in the list
-    and in the pool."""
-    begins = np.append(0, np.flatnonzero(np.diff(places) != 1) + 1)
-    if not len(places):
-        return 1
-    return int(np.gcd.reduce(np.concatenate([begins, places[begins], [len(places), block_size]])))
+    def _units(self, picked: Picked) -> Bytes:
+        return self._data.reshape(-1, picked.unit_bytes)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cp_wire.logs import get_logger
 from kv_transfer.shared_memory import SharedPool
-from kv_transfer.store import ArrayStore, Bytes, Geometry, Int64s, Store
+from kv_transfer.store import ArrayStore, Bytes, Geometry, Picked, Store
 from rank_server.kv_pool import KvPool
 
 log = get_logger("transfer")
@@ -42,7 +42,7 @@ class DeviceStore:
     def __init__(self, pool: KvPool) -> None:
         data = pool.as_bytes()
         self._geometry = Geometry(*data.shape)
-        self._rows = data.flatten(0, 2)
+        self._data = data.view(-1)
         self._stream = torch.cuda.Stream(device=data.device) if data.is_cuda else None
         self._pinned = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -59,29 +59,28 @@ class DeviceStore:
     def fence(self) -> None:
         """A rank may have answered a step whose kernels still run."""
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.default_stream(self._rows.device))
+            self._stream.wait_stream(torch.cuda.default_stream(self._data.device))
 
-    def read(self, places: Int64s, first_head: int, num_heads: int, out: Bytes) -> None:
+    def read(self, picked: Picked, rows: range, out: Bytes) -> None:
         """See `Store.read`."""
+        index = torch.from_numpy(picked.units(rows))
         with self._own_stream():
-            rows = self._rows[self._index(places, first_head, num_heads), first_head : first_head + num_heads]
-            staged = self._staging(rows.numel())
-            staged.copy_(rows.flatten())
+            units = self._units(picked)[index.to(self._data.device)]
+            staged = self._staging(units.numel())
+            staged.copy_(units.flatten())
         out[:] = staged.numpy().reshape(out.shape)
 
-    def write(self, places: Int64s, first_head: int, num_heads: int, rows: Bytes) -> None:
+    def write(self, picked: Picked, rows: range, data: Bytes) -> None:
         """See `Store.write`."""
-        index = self._index(places, first_head, num_heads)
-        staged = self._staging(rows.size)
-        staged.numpy()[:] = rows.reshape(-1)
+        index = torch.from_numpy(picked.units(rows))
+        staged = self._staging(data.size)
+        staged.numpy()[:] = data.reshape(-1)
         with self._own_stream():
-            moved = staged.to(self._rows.device).view(len(places), num_heads, self._geometry.head_bytes)
-            self._rows[index, first_head : first_head + num_heads] = moved
+            moved = staged.to(self._data.device).view(len(index), picked.unit_bytes)
+            self._units(picked)[index.to(self._data.device)] = moved
 
-    def _index(self, places: Int64s, first_head: int, num_heads: int) -> Tensor:
-        # A kernel that is given a wrong index takes the whole device context with it.
-        self._geometry.check(places, first_head, num_heads)
-        return torch.from_numpy(places).to(self._rows.device)
+    def _units(self, picked: Picked) -> Tensor:
+        return self._data.view(-1, picked.unit_bytes)
 
     def _staging(self, size: int) -> Tensor:
         """[size] host memory that is overwritten by the next call's."""

@@ -19,6 +19,7 @@ from cp_wire.logs import get_logger
 from cp_wire.pb import kv_transfer_pb2, rank_pb2
 from kv_transfer import facts
 from kv_transfer.generations import Generations
+from kv_transfer.kept_memory import keep_freed_memory
 from kv_transfer.leases import Ended, LeaseTable, sweep
 from kv_transfer.pull import Limits, Peer, Pull, Report, TransferFailed
 from kv_transfer.puller import Puller
@@ -184,6 +185,7 @@ class Transfers:
         return self._ends
 
     def _make(self) -> _Ends:
+        keep_freed_memory()
         place, pool, shape = self._executor.place, self._executor.pool, self._files.shape
         grid = type(place.grid)(place.grid.tp, place.grid.pcp, place.grid.dcp)
         side = Side(grid, place.layout, None if shape.mla is not None else shape.num_kv_heads)

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_layout.errors import LayoutError
-from cp_layout.packing import Packing
+from cp_layout.packing import Packing, PlaneIndex
 
 SIZES = st.integers(1, 40)
 
@@ -26,11 +26,13 @@ def test_messages_are_cut_between_groups_of_rows() -> None:
     assert Packing(64, 1024, 20_000, 1 << 20).rows_per_message == 52
 
 
-def test_places_are_plane_by_plane() -> None:
-    packing = Packing(planes=2, tokens=3, row_bytes=4, message_bytes=8)
-    slots = np.array([5, 9, 7])
-    places = [packing.places(index, slots, 100).tolist() for index in range(packing.num_messages)]
-    assert places == [[5, 9], [7, 105], [109, 107]]
+@given(st.lists(st.integers(0, 99), min_size=1, max_size=9), st.integers(1, 6), st.data())
+def test_an_index_repeats_in_every_plane(one: list[int], planes: int, data: st.DataObject) -> None:
+    total = planes * len(one)
+    start = data.draw(st.integers(0, total))
+    stop = data.draw(st.integers(start, total))
+    wanted = [plane * 100 + place for plane in range(planes) for place in one][start:stop]
+    assert PlaneIndex(np.array(one), 100).at(start, stop).tolist() == wanted
 
 
 def test_refusals() -> None:
@@ -38,5 +40,3 @@ def test_refusals() -> None:
         Packing(1, 0, 4, 8)
     with pytest.raises(LayoutError, match="message 3 is not one of 3"):
         Packing(2, 3, 4, 8).rows(3)
-    with pytest.raises(LayoutError, match="2 slots for 3 tokens"):
-        Packing(2, 3, 4, 8).places(0, np.arange(2), 100)

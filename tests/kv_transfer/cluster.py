@@ -13,7 +13,9 @@ from cp_layout.interleave import Layout
 from cp_layout.reshard import Side, reshard
 from cp_wire.pb import kv_transfer_pb2 as pb
 from cp_wire.serve import Server
+from kv_transfer import framing
 from kv_transfer.facts import Place, facts_of
+from kv_transfer.framing import Header
 from kv_transfer.generations import Generations
 from kv_transfer.leases import LeaseTable
 from kv_transfer.pull import Limits, Peer, Pull, Report
@@ -44,6 +46,15 @@ class Clock:
 def values(plane: int, heads: range, tokens: np.ndarray) -> np.ndarray:
     """[tokens, heads] the number that belongs to each."""
     return plane * 10**12 + np.array(heads) * 10**9 + tokens[:, None]
+
+
+def encode(header: Header, payload: bytes) -> bytes:
+    """The frame of a ready payload."""
+
+    def fill(out: np.ndarray) -> None:
+        out[:] = np.frombuffer(payload, np.uint8)
+
+    return framing.encode(header, len(payload), fill)
 
 
 @dataclass

@@ -197,7 +197,7 @@ async def test_a_reader_that_takes_nothing_does_not_hold_a_stream_for_good() -> 
         async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
             try:
                 await super().send(frame, context)
-            except TimeoutError:
+            except asyncio.CancelledError:
                 stalled.set()
                 raise
 

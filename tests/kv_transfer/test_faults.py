@@ -12,7 +12,7 @@ from kv_transfer import framing
 from kv_transfer.pull import Limits, TransferFailed
 from kv_transfer.service import KvTransferServicer
 from kv_transfer.source import Source
-from tests.kv_transfer.cluster import SESSION, Sides, side, sides
+from tests.kv_transfer.cluster import SESSION, Sides, encode, side, sides
 
 FAULTS = 1000
 FAULTS_PER_RUN = 20
@@ -49,7 +49,7 @@ def lying_index(frame: bytes, rng: random.Random) -> list[bytes]:
     taken = framing.decode(frame)
     header = taken.header
     lie = framing.Header(header.stream, header.message + 1, header.first_row, header.num_rows)
-    return [framing.encode(lie, bytes(taken.payload))]
+    return [encode(lie, bytes(taken.payload))]
 
 
 def stale(frame: bytes, rng: random.Random) -> list[bytes]:
@@ -58,7 +58,7 @@ def stale(frame: bytes, rng: random.Random) -> list[bytes]:
     stream = taken.header.stream._asdict()
     stream[rng.choice(list(stream))] += 1
     header = replace(taken.header, stream=framing.Stream(**stream))
-    return [framing.encode(header, bytes(taken.payload))]
+    return [encode(header, bytes(taken.payload))]
 
 
 KINDS: list[Callable[[bytes, random.Random], list[bytes]]] = [
@@ -184,7 +184,7 @@ def test_nothing_is_written_for_a_message_that_was_written_before() -> None:
     incoming = Incoming(pull, plan.links[0], plan.runs_of(plan.links[0]), rank.store, rank.generations, 1 << 20, report)
     incoming.begin(1, 9)
     payload = np.arange(8 * 4, dtype=np.int64).tobytes()
-    frame = framing.decode(framing.encode(framing.Header(framing.Stream(SESSION, 1, 3, 9, 0, 0, 0, 8), 0, 0, 32), payload))
+    frame = framing.decode(encode(framing.Header(framing.Stream(SESSION, 1, 3, 9, 0, 0, 0, 8), 0, 0, 32), payload))
     incoming.take(frame)
     rank.pool[:] = 5
     incoming.take(frame)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_wire.pb import kv_transfer_pb2 as pb
-from kv_transfer.framing import Corrupted, Frame, Header, Stream, decode, encode
+from kv_transfer.framing import Corrupted, Frame, Header, Stream, decode
+from tests.kv_transfer.cluster import encode
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 HEADERS = st.builds(Header, st.builds(Stream, U64, U32, U64, U64, U32, U32, U32, U32), U32, U32, U32)

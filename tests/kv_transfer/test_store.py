@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kv_transfer.store import ArrayStore, Geometry
+from kv_transfer.store import ArrayStore, Geometry, pick
 
 SHAPE = (2, 3, 4, 6, 8)
 
@@ -12,58 +12,72 @@ def pool() -> np.ndarray:
     return np.random.default_rng(1).integers(0, 255, SHAPE, np.uint8)
 
 
+def moved(slots: list[int], first: int, num: int, piece: int) -> None:
+    """Reads and writes piece by piece what indexing says."""
+    data, at = pool(), np.array(slots)
+    store, total = ArrayStore(data), 2 * len(slots)
+    picked = pick(store.geometry, at, first, num, piece)
+    flat = data.reshape(2, 12, 6, 8)
+    wanted = flat[:, at, first : first + num].reshape(total, -1)
+    after = data.copy()
+    rows = np.random.default_rng(2).integers(0, 255, wanted.shape, np.uint8)
+    after.reshape(2, 12, 6, 8)[:, at, first : first + num] = rows.reshape(2, len(slots), num, 8)
+    for start in range(0, total, piece):
+        part = range(start, min(start + piece, total))
+        out = np.empty(len(part) * num * 8, np.uint8)
+        store.read(picked, part, out)
+        np.testing.assert_array_equal(out.reshape(len(part), -1), wanted[start : part.stop])
+        store.write(picked, part, rows[start : part.stop].reshape(-1))
+    np.testing.assert_array_equal(data, after)
+
+
+@pytest.mark.parametrize("piece", [1, 3, 8])
 @pytest.mark.parametrize(("first", "num"), [(0, 6), (0, 1), (5, 1), (2, 2), (3, 3), (1, 2), (1, 4), (2, 4)])
-def test_reads_and_writes_what_indexing_would(first: int, num: int) -> None:
-    data, places = pool(), np.array([23, 0, 13, 12])
-    store = ArrayStore(data)
-    out = np.empty((4, num * 8), np.uint8)
-    store.read(places, first, num, out)
-    np.testing.assert_array_equal(out, data.reshape(24, 6, 8)[places, first : first + num].reshape(4, -1))
-    wanted = data.copy()
-    wanted.reshape(24, 6, 8)[places, first : first + num] = 7
-    store.write(places, first, num, np.full((4, num * 8), 7, np.uint8))
-    np.testing.assert_array_equal(data, wanted)
+def test_reads_and_writes_what_indexing_would(first: int, num: int, piece: int) -> None:
+    moved([11, 0, 6, 5], first, num, piece)
 
 
+@pytest.mark.parametrize("piece", [1, 2, 4, 6, 8])
 @pytest.mark.parametrize(
-    "places", [[0, 1, 2, 3], [4, 5, 6, 7, 0, 1, 2, 3], [2, 3, 8, 9], [1, 2, 3, 4], [0, 1, 2, 3, 4], [9, 8, 7, 6], [6, 7, 1, 2]]
+    "slots", [[0, 1, 2, 3], [4, 5, 6, 7, 0, 1, 2, 3], [2, 3, 8, 9], [1, 2, 3, 4], [0, 1, 2, 3, 4], [9, 8, 7, 6], [6, 7, 1, 2]]
 )
-def test_neighbours_that_move_together_end_where_single_rows_would(places: list[int]) -> None:
-    data, at = pool(), np.array(places)
-    out = np.empty((len(at), 48), np.uint8)
-    ArrayStore(data).read(at, 0, 6, out)
-    np.testing.assert_array_equal(out, data.reshape(24, 48)[at])
-    wanted = data.copy()
-    rows = np.random.default_rng(2).integers(0, 255, out.shape, np.uint8)
-    wanted.reshape(24, 48)[at] = rows
-    ArrayStore(data).write(at, 0, 6, rows)
-    np.testing.assert_array_equal(data, wanted)
-
-
-def test_no_rows_are_nothing() -> None:
-    data = pool()
-    store, none = ArrayStore(data), np.empty((0, 48), np.uint8)
-    store.read(np.arange(0), 0, 6, none)
-    store.write(np.arange(0), 0, 6, none)
-    np.testing.assert_array_equal(data, pool())
+def test_neighbours_that_move_together_end_where_single_rows_would(slots: list[int], piece: int) -> None:
+    moved(slots, 0, 6, piece)
 
 
 @pytest.mark.parametrize(
-    ("places", "first", "num", "said"),
+    ("slots", "piece", "rows"),
+    [([0, 1, 2, 3], 4, 4), ([4, 5, 6, 7, 0, 1, 2, 3], 8, 4), ([2, 3, 8, 9], 4, 2), ([1, 2, 3, 4], 4, 1), ([0, 1, 2, 3], 2, 2)],
+)
+def test_neighbours_move_in_units_as_large_as_blocks_runs_and_pieces_allow(slots: list[int], piece: int, rows: int) -> None:
+    assert pick(ArrayStore(pool()).geometry, np.array(slots), 0, 6, piece).unit_bytes == rows * 48
+
+
+@pytest.mark.parametrize(
+    ("slots", "first", "num", "said"),
     [
-        ([24], 0, 6, "places 24 to 24 of a pool of 24"),
-        ([-1, 3], 0, 6, "places -1 to 3 of a pool of 24"),
+        ([12], 0, 6, "slots 12 to 12 of a pool of 12"),
+        ([-1, 3], 0, 6, "slots -1 to 3 of a pool of 12"),
+        ([], 0, 6, "no slots at all"),
         ([0], 5, 2, r"heads \[5, 7\) of a pool of 6"),
         ([0], -1, 2, r"heads \[-1, 1\) of a pool of 6"),
         ([0], 2, 0, r"heads \[2, 2\) of a pool of 6"),
     ],
 )
-def test_what_the_pool_does_not_have_is_refused(places: list[int], first: int, num: int, said: str) -> None:
+def test_what_the_pool_does_not_have_is_refused(slots: list[int], first: int, num: int, said: str) -> None:
+    with pytest.raises(IndexError, match=said):
+        pick(ArrayStore(pool()).geometry, np.array(slots, np.int64), first, num)
+
+
+@pytest.mark.parametrize("rows", [range(7, 9), range(-4, 0), range(2, 8), range(6)])
+def test_a_piece_that_was_not_picked_is_refused(rows: range) -> None:
+    """Eight rows in two planes, four of which move together."""
     data = pool()
-    rows = np.zeros((len(places), max(num, 1) * 8), np.uint8)
-    for call in (ArrayStore(data).read, ArrayStore(data).write):
-        with pytest.raises(IndexError, match=said):
-            call(np.array(places), first, num, rows)
+    store = ArrayStore(data)
+    picked = pick(store.geometry, np.arange(4), 0, 6, 4)
+    for call in (store.read, store.write):
+        with pytest.raises(IndexError, match=r"rows \[.*\) of 8"):
+            call(picked, rows, np.zeros(len(rows) * 48, np.uint8))
     np.testing.assert_array_equal(data, pool())
 
 
