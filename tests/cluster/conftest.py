@@ -1,6 +1,7 @@
 """One default cluster for all tests that only ask it things."""
 
 import json
+import socket
 import subprocess
 from collections.abc import Iterator
 
@@ -10,10 +11,19 @@ from tests.cluster.processes import KVLOOM, RunningCluster, kvloom_up
 
 
 @pytest.fixture(scope="package")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
+def metrics_port() -> int:
+    """Where `smollm2` serves its metrics; nothing listened there a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="package")
+def smollm2(tmp_path_factory: pytest.TempPathFactory, metrics_port: int) -> Iterator[RunningCluster]:
     """SmolLM2 in fp32 on two ranks, KV interleaved by 4 tokens, 64 blocks each."""
     log = tmp_path_factory.mktemp("smollm2") / "stderr"
     flags = ["--dtype", "float32", "--cp-kv-cache-interleave-size", "4", "--kv-cache-tokens-per-rank", "1024"]
+    flags += ["--metrics-port", str(metrics_port)]
     with kvloom_up("-pcp", "2", "-dcp", "2", *flags, "--max-num-seqs", "4", "--max-model-len", "1800", log=log) as running:
         yield running
 

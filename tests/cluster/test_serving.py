@@ -2,11 +2,13 @@
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from prometheus_client.parser import text_string_to_metric_families
 
 from cp_client import Client, errors
 from cp_wire.channels import open_sync_channel
@@ -73,6 +75,23 @@ def test_chat_and_text_are_different_prompts(smollm2):
     chat = smollm2.client.complete(messages=[{"role": "user", "content": "Say hello."}], max_tokens=8, temperature=0.0)
     assert chat.usage.prompt_tokens > text.usage.prompt_tokens
     assert chat.text != text.text
+
+
+def test_metrics_of_a_running_cluster(smollm2, metrics_port):
+    def scrape() -> dict[str, float]:
+        connection = HTTPConnection("127.0.0.1", metrics_port, timeout=DEADLINE_S)
+        connection.request("GET", "/metrics")
+        families = text_string_to_metric_families(connection.getresponse().read().decode())
+        return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
+
+    before = scrape()
+    smollm2.client.complete(token_ids=[1] * 70, max_tokens=5, temperature=0.0, ignore_eos=True, cache_salt="metrics")
+    after = scrape()
+    grown = {name: after[name] - before[name] for name in after}
+    assert (grown["kvloom_prompt_tokens_total"], grown["kvloom_output_tokens_total"]) == (70, 5)
+    assert grown["kvloom_step_duration_seconds_count"] == 5
+    assert 0 < grown["kvloom_step_collective_seconds_total"] < grown["kvloom_step_rank_seconds_total"]
+    assert after["kvloom_prefix_cache_hit_unit_tokens"] == 32
 
 
 def test_status_command_has_the_fixed_fields(smollm2, kvloom_json):
