@@ -44,6 +44,7 @@ lint: $(VENV)/.installed-dev
 
 bench: $(VENV)/.installed-rank
 	$(BIN)/kvloom bench layout
+	$(BIN)/kvloom bench zigzag
 	$(BIN)/kvloom bench pd-waste
 	$(BIN)/kvloom bench collectives
 	$(BIN)/kvloom bench transfer
