@@ -150,7 +150,8 @@ class Executor:
         self._pool = pool
         self.shared_memory = shared
         gathered = shape.num_heads // place.grid.tp * place.grid.dcp_in_tp
-        kernels_for(place.device).warm_up(place.kv_dtype, gathered // spec.heads, spec.width)
+        value_dim = spec.width if shape.mla is None else shape.mla.kv_lora_rank
+        kernels_for(place.device).warm_up(place.kv_dtype, gathered // spec.heads, spec.width, value_dim)
         return rank_pb2.PoolAllocated(num_blocks=num_blocks, bytes=num_blocks * pool.bytes_per_block)
 
     def prepare_group(self, name: str, ranks: Sequence[int]) -> rank_pb2.GroupPrepared:

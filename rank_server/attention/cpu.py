@@ -27,7 +27,8 @@ class CpuKernels:
         if by is None or by.batch is not batch or by.programs != programs:
             by = self._sorted = _Sorted.of(batch, programs)
         if by.covered == q.shape[0]:
-            out, lse = q.new_empty(q.shape, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+            out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
+            lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         else:
             out, lse = paged_partial(q, k_cache, v_cache, by.others, scale)
         if by.few:
@@ -42,12 +43,12 @@ class CpuKernels:
             return self._prefill.attend_dense(q, k, v, scale, seen)
         return dense_partial(q, k, v, scale, seen)
 
-    def warm_up(self, dtype: torch.dtype, share: int, head_dim: int) -> None:
+    def warm_up(self, dtype: torch.dtype, share: int, key_dim: int, value_dim: int) -> None:
         """See `Kernels`."""
-        if cpu_decode.fits(dtype, share, head_dim):
-            self._decode.warm_up(share, head_dim)
-        if cpu_prefill.fits(dtype, head_dim, head_dim):
-            self._prefill.warm_up(share, head_dim, head_dim)
+        if key_dim == value_dim and cpu_decode.fits(dtype, share, key_dim):
+            self._decode.warm_up(share, key_dim)
+        if cpu_prefill.fits(dtype, key_dim, value_dim):
+            self._prefill.warm_up(share, key_dim, value_dim)
 
 
 @dataclass(frozen=True, slots=True)

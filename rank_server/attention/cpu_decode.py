@@ -33,6 +33,7 @@ def suits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
     return (
         q.shape[1] % k_cache.shape[2] == 0
         and fits(k_cache.dtype, q.shape[1] // k_cache.shape[2], q.shape[2])
+        and k_cache.shape == v_cache.shape
         and k_cache.is_contiguous()
         and v_cache.is_contiguous()
     )

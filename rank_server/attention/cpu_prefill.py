@@ -6,7 +6,7 @@ computed with, hence neither on the cut, nor on the number of threads, nor on th
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import numpy as np
 import torch
@@ -77,6 +77,12 @@ class Items:
         return cls(np.concatenate([row.block_table.numpy() for row in rows]), np.ascontiguousarray(items))
 
 
+@lru_cache(maxsize=64)
+def _one_row(tokens: int, kv_heads: int, share: int, threads: int) -> Items:
+    """Queries over a single block of keys."""
+    return Items.of([AttentionRow(0, tokens, torch.zeros(1, dtype=torch.int64), 0, 0)], kv_heads, share, threads)
+
+
 class CpuPrefill:
     """One rank's calls of the program; what the layers of a step share is kept from one to the next.
 
@@ -104,7 +110,7 @@ class CpuPrefill:
         out: Tensor,
         lse: Tensor,
     ) -> None:
-        """Writes the attention of the rows' queries into out [T, h, D] and lse [T, h], fp32, both of the whole batch.
+        """Writes the attention of the rows' queries into out [T, h, E] and lse [T, h], fp32, both of the whole batch.
 
         Arguments as of `partial.paged_partial`, and such that `suits`, scale > 0; rows: some of those of the batch, the same
         ones for each layer. Softmax weights are rounded to bf16, scores and sums are fp32.
@@ -117,12 +123,11 @@ class CpuPrefill:
         self._attend(q, k_cache, v_cache, k_cache.shape[1], prepared.items, batch.visible, scale, out, lse)
 
     def attend_dense(self, q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-        """(out [t, h, D], lse [t, h], fp32): as `partial.dense_partial`, such that `suits`, t ≥ 1, n ≥ 1, scale > 0."""
+        """(out [t, h, E], lse [t, h], fp32): as `partial.dense_partial`, such that `suits`, t ≥ 1, n ≥ 1, scale > 0."""
         tokens, heads, _ = q.shape
         num_keys, kv_heads, value_dim = v.shape
         visible = torch.full((tokens,), num_keys) if seen is None else seen.contiguous()
-        everything = AttentionRow(0, tokens, torch.zeros(1, dtype=torch.int64), num_keys, 0)
-        items = Items.of([everything], kv_heads, heads // kv_heads, self._threads())
+        items = _one_row(tokens, kv_heads, heads // kv_heads, self._threads())
         out = q.new_empty((tokens, heads, value_dim), dtype=torch.float32)
         lse = q.new_empty((tokens, heads), dtype=torch.float32)
         self._attend(q, k, v, num_keys, items, visible, scale, out, lse)

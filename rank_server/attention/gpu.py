@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.paged_rows import PagedRows
-from rank_server.attention.portable import check_heads, dense_portable, paged_row
+from rank_server.attention.portable import check_heads, dense_portable, nothing_seen, paged_row
 
 LARGEST_HEAD_DIM = 128
 LARGEST_SHARE = 32
@@ -38,10 +38,10 @@ class GpuKernels:
         kv_heads = k_cache.shape[2]
         check_heads(q.shape[1], kv_heads)
         if self._prepared is None or self._prepared.batch is not batch:
-            fits = q.shape[2] <= LARGEST_HEAD_DIM and q.shape[1] // kv_heads <= LARGEST_SHARE
+            same_width = k_cache.shape == v_cache.shape
+            fits = same_width and q.shape[2] <= LARGEST_HEAD_DIM and q.shape[1] // kv_heads <= LARGEST_SHARE
             self._prepared = self._prepare(batch, q.device, self._use_triton and fits)
-        out = q.new_zeros(q.shape, dtype=torch.float32)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        out, lse = nothing_seen(q, v_cache.shape[-1])
         decode = self._prepared.decode
         if decode.longest > 0:
             from rank_server.attention.triton_decode import paged_decode, splits_for
@@ -57,7 +57,7 @@ class GpuKernels:
         """See `Kernels`."""
         return dense_portable(q, k, v, scale, seen)
 
-    def warm_up(self, dtype: torch.dtype, share: int, head_dim: int) -> None:
+    def warm_up(self, dtype: torch.dtype, share: int, key_dim: int, value_dim: int) -> None:
         """See `Kernels`; Triton compiles at the first call."""
 
     def _prepare(self, batch: AttentionBatch, device: torch.device, use_triton: bool) -> _Prepared:

@@ -11,7 +11,7 @@ from rank_server.attention.gpu import GpuKernels
 
 
 class Kernels(Protocol):
-    """Partial attention (out [T, h, D] fp32, lse [T, h] fp32, natural log); a query without keys gets exactly (0, −inf)."""
+    """Partial attention (out [T, h, E] fp32, lse [T, h] fp32, natural log) with values of width E; (0, −inf) without keys."""
 
     def paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> tuple[Tensor, Tensor]:
         """q [T, h, D] over the keys of this shard: see `partial.paged_partial`."""
@@ -21,8 +21,8 @@ class Kernels(Protocol):
         """q [T, h, D] over keys outside the cache: see `partial.dense_partial`."""
         ...
 
-    def warm_up(self, dtype: torch.dtype, share: int, head_dim: int) -> None:
-        """Compiles what is needed for a cache of such heads, `share` query heads to a KV head; else it is done when needed."""
+    def warm_up(self, dtype: torch.dtype, share: int, key_dim: int, value_dim: int) -> None:
+        """Compiles what is needed for such heads, `share` query heads to a KV head; else it is done when needed."""
         ...
 
 

@@ -6,7 +6,6 @@ Absorbed, the latents are the keys of one KV head and, of their first dc element
 from collections.abc import Callable
 
 from torch import Tensor
-from torch.nn import functional
 
 from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.kernels import Kernels
@@ -29,9 +28,7 @@ def absorbed_paged(
     gets exactly (0, −inf).
     """
     latents = cache.unsqueeze(2)
-    # The values are as wide as the keys for the kernels' sake; what comes out of the rotated part is cut away.
-    out, lse = kernels.paged(q, latents, latents, batch, scale)
-    return out[..., :width], lse
+    return kernels.paged(q, latents, latents[..., :width], batch, scale)
 
 
 def absorbed_dense(
@@ -39,8 +36,7 @@ def absorbed_dense(
 ) -> tuple[Tensor, Tensor]:
     """The same over latents [n, dc + dr] at hand; query i sees the first seen[i] of them, None: all."""
     keys = latents.unsqueeze(1)
-    out, lse = kernels.dense(q, keys, keys, scale, seen)
-    return out[..., :width], lse
+    return kernels.dense(q, keys, keys[..., :width], scale, seen)
 
 
 def expanded(
@@ -50,17 +46,14 @@ def expanded(
 
     seen: [t] ascending, query i sees the first seen[i]; None: all.
     """
-    width = max(up.shape.qk_head_dim, up.shape.v_head_dim)
-    queries = _widened(q, width)
-    merged = OnlineMerge(queries.shape, q.device)
+    merged = OnlineMerge((*q.shape[:2], up.shape.v_head_dim), q.device)
     last = count if seen is None else int(seen[-1]) if len(q) else 0
     for start in range(0, last, KEY_TILE):
         stop = min(start + KEY_TILE, last)
-        keys, values = (_widened(x.transpose(0, 1), width) for x in up.expand(read(start, stop)))
+        keys, values = (x.transpose(0, 1) for x in up.expand(read(start, stop)))
         visible = None if seen is None else (seen - start).clamp_(0, stop - start)
-        merged.add(*kernels.dense(queries, keys, values, scale, visible))
-    out, lse = merged.result()
-    return out[..., : up.shape.v_head_dim], lse
+        merged.add(*kernels.dense(q, keys, values, scale, visible))
+    return merged.result()
 
 
 def paged_reader(cache: Tensor, block_table: Tensor) -> Read:
@@ -74,8 +67,3 @@ def paged_reader(cache: Tensor, block_table: Tensor) -> Read:
         return blocks[first - column * b : last - column * b]
 
     return read
-
-
-def _widened(x: Tensor, width: int) -> Tensor:
-    """The kernels take keys and values of one width: zeros change neither scores nor the sums in front of them."""
-    return x if x.shape[-1] == width else functional.pad(x, (0, width - x.shape[-1]))

@@ -6,10 +6,12 @@ conversion and their use.
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.keys import DenseKeys, Keys, RowKeys, pieces
 from rank_server.attention.merge import OnlineMerge, clear_empty
+from rank_server.attention.portable import check_heads, nothing_seen
 
 QUERY_TILE = 256
 """Queries of one row that are attended together; bounds masks and accumulators."""
@@ -25,14 +27,15 @@ def paged_partial(
     scale: float,
     workspace_bytes: int = WORKSPACE_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """Partial attention (out [T, h, D] fp32, lse [T, h] fp32, natural log) of q [T, h, D] over this shard.
+    """Partial attention (out [T, h, E] fp32, lse [T, h] fp32, natural log) of q [T, h, D] over this shard.
 
-    k_cache, v_cache: [num_blocks, B, hk, D] with h a multiple of hk; query head i reads KV head i // (h / hk), else ValueError.
-    A query sees the first `batch.visible` keys of its row; one that sees none gets exactly (0, −inf). Everything is fp32.
+    k_cache, v_cache: [num_blocks, B, hk, D or E] with h a multiple of hk, else ValueError; query head i reads KV head
+    i // (h / hk). A query sees the first `batch.visible` keys of its row; one that sees none gets exactly (0, −inf). Everything
+    is fp32.
     """
     kv_heads = k_cache.shape[2]
-    _check_heads(q.shape[1], kv_heads)
-    out, lse = _empty(q)
+    check_heads(q.shape[1], kv_heads)
+    out, lse = nothing_seen(q, v_cache.shape[-1])
     for row in batch.rows:
         if row.local_len == 0:
             continue
@@ -49,16 +52,16 @@ def paged_partial(
 def dense_partial(
     q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None, workspace_bytes: int = WORKSPACE_BYTES
 ) -> tuple[Tensor, Tensor]:
-    """Partial attention (out [t, h, D] fp32, lse [t, h] fp32, natural log) of q [t, h, D] over keys that are not in the cache.
+    """Partial attention (out [t, h, E] fp32, lse [t, h] fp32, natural log) of q [t, h, D] over keys that are not in the cache.
 
-    k, v: [n, hk, D] with h a multiple of hk (else ValueError), any strides, n = 0 allowed; seen: [t] int64, query i sees the
-    first seen[i] keys (0 … n, in any order), None: all n. A query that sees none gets exactly (0, −inf). Precision as
+    k, v: [n, hk, D or E] with h a multiple of hk (else ValueError), any strides, n = 0 allowed; seen: [t] int64, query i sees
+    the first seen[i] keys (0 … n, in any order), None: all n. A query that sees none gets exactly (0, −inf). Precision as
     `paged_partial`; temporary memory doesn't grow with t or n.
     """
     tokens = len(q)
     num_keys, kv_heads, _ = k.shape
-    _check_heads(q.shape[1], kv_heads)
-    out, lse = _empty(q)
+    check_heads(q.shape[1], kv_heads)
+    out, lse = nothing_seen(q, v.shape[-1])
     keys = DenseKeys(k, v)
     for start in range(0, tokens, QUERY_TILE):
         tile = slice(start, min(start + QUERY_TILE, tokens))
@@ -72,15 +75,6 @@ def dense_partial(
     return out, lse
 
 
-def _check_heads(heads: int, kv_heads: int) -> None:
-    if heads % kv_heads != 0:
-        raise ValueError(f"{heads} query heads can't share {kv_heads} KV heads evenly")
-
-
-def _empty(q: Tensor) -> tuple[Tensor, Tensor]:
-    return q.new_zeros(q.shape, dtype=torch.float32), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-
-
 def _attend_tile(
     q: Tensor, keys: Keys, kv_heads: int, visible: Tensor | None, bounds: tuple[int, int], scale: float, workspace_bytes: int
 ) -> tuple[Tensor, Tensor]:
@@ -89,19 +83,28 @@ def _attend_tile(
     bounds: the fewest and the most keys that a query sees, the most ≥ 1. The first bounds[0] keys need no mask.
     """
     by_all, by_any = bounds
-    wide = q.to(torch.float32)
-    size = workspace_bytes // (kv_heads * q.shape[2] * torch.float32.itemsize)
+    value_dim = keys.read_values(0, 1).shape[-1]
+    width = max(q.shape[2], value_dim)
+    wide = _wide(q, width)
+    size = workspace_bytes // (kv_heads * width * torch.float32.itemsize)
     masked = min(size, workspace_bytes // (q.shape[0] * q.shape[1] // kv_heads * torch.float32.itemsize))
-    merged = OnlineMerge(q.shape, q.device)
+    merged = OnlineMerge(wide.shape, q.device)
     for lowest, highest, step in ((0, by_all, size), (by_all, by_any, masked)):
         for first, last in pieces(lowest, highest, step, keys.granule):
-            k, v = (x.transpose(0, 1).to(torch.float32) for x in (keys.read_keys(first, last), keys.read_values(first, last)))
+            k, v = (_wide(x.transpose(0, 1), width) for x in (keys.read_keys(first, last), keys.read_values(first, last)))
             seen = None if visible is None or last <= by_all else (visible - first).clamp_(0, last - first)
             out, lse = _attend(wide, k, v, scale, seen)
             if seen is not None:
                 clear_empty(out, lse, seen)
             merged.add(out, lse)
-    return merged.result()
+    out, lse = merged.result()
+    return out[..., :value_dim], lse
+
+
+def _wide(x: Tensor, width: int) -> Tensor:
+    """In fp32, with zeros up to the width that the operation wants for all: they change neither scores nor other sums."""
+    wide = x.to(torch.float32)
+    return wide if x.shape[-1] == width else functional.pad(wide, (0, width - x.shape[-1]))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -14,8 +14,7 @@ KEY_TILE = 1024
 def dense_portable(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """`partial.dense_partial` by another way: same arguments, results and errors."""
     check_heads(q.shape[1], k.shape[1])
-    out = q.new_zeros(q.shape, dtype=torch.float32)
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    out, lse = nothing_seen(q, v.shape[-1])
     for tile in tiles(len(q), QUERY_TILE):
         merged = OnlineMerge(out[tile].shape, q.device)
         for keys in tiles(len(k), KEY_TILE):
@@ -28,14 +27,13 @@ def dense_portable(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor |
 def paged_row(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, row: AttentionRow, table: Tensor, visible: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Partial attention (out [t, h, D], lse [t, h], fp32) of one row's queries q [t, h, D] over its keys in the cache.
+    """Partial attention (out [t, h, E], lse [t, h], fp32) of one row's queries q [t, h, D] over its keys in the cache.
 
     table: the row's block table on q's device; visible: [t] keys that each query sees.
     """
     block_size = k_cache.shape[1]
     step = max(1, KEY_TILE // block_size) * block_size
-    out = q.new_zeros(q.shape, dtype=torch.float32)
-    lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+    out, lse = nothing_seen(q, v_cache.shape[-1])
     for tile in tiles(len(q), QUERY_TILE):
         merged = OnlineMerge(out[tile].shape, q.device)
         for keys in tiles(row.local_len, step):
@@ -44,6 +42,12 @@ def paged_row(
             merged.add(*_attend(q[tile], k, v, scale, visible[tile] - keys.start))
         out[tile], lse[tile] = merged.result()
     return out, lse
+
+
+def nothing_seen(q: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """(out [T, h, width], lse [T, h]) of queries q [T, h, D] that see no keys."""
+    out = q.new_zeros((*q.shape[:2], width), dtype=torch.float32)
+    return out, q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
 
 
 def check_heads(heads: int, kv_heads: int) -> None:
@@ -58,7 +62,7 @@ def tiles(count: int, size: int) -> list[slice]:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q [t, h, D] over k, v [n, hk, D], query i over the first seen[i] of them (any integer; None: all), in fp32."""
+    """q [t, h, D] over k [n, hk, D] and v [n, hk, E], query i over the first seen[i] of them (any integer; None: all), fp32."""
     tokens, heads, head_dim = q.shape
     num_keys, kv_heads, _ = k.shape
     share = heads // kv_heads
@@ -73,6 +77,6 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float, seen: Tensor | None) 
     weights = scores.sub_(highest).exp_()
     total = weights.sum(-1, keepdim=True)
     out = weights @ v.to(torch.float32).transpose(0, 1) / torch.where(total == 0, 1.0, total)
-    out = out.view(kv_heads, tokens, share, head_dim).transpose(0, 1).reshape(tokens, heads, head_dim)
+    out = out.view(kv_heads, tokens, share, -1).transpose(0, 1).reshape(tokens, heads, v.shape[-1])
     lse = (highest + total.log()).view(kv_heads, tokens, share).transpose(0, 1).reshape(tokens, heads)
     return out, lse

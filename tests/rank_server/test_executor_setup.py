@@ -253,4 +253,4 @@ def test_attention_is_compiled_before_there_are_requests(files, monkeypatch, pla
     executor = Rank(files).executor
     executor.configure(config(kv_cache_dtype="bfloat16", **place), 0)
     executor.allocate_pool(BLOCKS)
-    assert seen == [("cpu", torch.bfloat16, share, files.shape.head_dim)]
+    assert seen == [("cpu", torch.bfloat16, share, files.shape.head_dim, files.shape.head_dim)]

@@ -247,8 +247,8 @@ def test_heads_that_do_not_divide_are_refused():
 
 
 def test_warming_up_compiles_what_a_step_will_need(monkeypatch):
-    CpuKernels().warm_up(BF16, 2, 16)
-    CpuKernels().warm_up(torch.float32, 2, 24)
+    CpuKernels().warm_up(BF16, 2, 16, 16)
+    CpuKernels().warm_up(torch.float32, 2, 24, 24)
     before = cpu_decode.program.cache_info().misses
     case = make(([9], SCATTERED), dtype=BF16, head_dim=16)
     CpuKernels().paged(case.q, *case.pool.cache(0), case.batch, SCALE)

@@ -150,6 +150,18 @@ def test_values_may_be_of_another_width(share, kv_heads, key_dim, value_dim):
     check_dense(q, k, v, seen, key_dim**-0.5, out, lse)
 
 
+def test_values_in_the_cache_may_be_parts_of_the_keys():
+    """As of latents. Few queries too: the other program wants one width."""
+    case = case_of(
+        ([200], table(200, 16)), (list(range(70, 81)), table(80, 16, 20)), heads=8, kv_heads=1, head_dim=48, block_size=16
+    )
+    keys = case.pool.cache(0)[0]
+    out, lse = CpuKernels().paged(case.q, keys, keys[..., :32], case.batch, SCALE)
+    for row, (k, _) in zip(case.batch.rows, case.keys, strict=True):
+        tokens = slice(row.q_start, row.q_start + row.q_len)
+        check_dense(case.q[tokens], k, k[..., :32], case.batch.visible[tokens], SCALE, out[tokens], lse[tokens])
+
+
 def test_any_strides():
     q, k, v = tensors(40, 90)
     wanted = CpuPrefill().attend_dense(q, k, v, 0.125, None)
@@ -375,7 +387,7 @@ def test_what_suits():
 
 
 def test_warming_up_compiles_what_a_step_will_need():
-    CpuKernels().warm_up(BF16, 2, 16)
+    CpuKernels().warm_up(BF16, 2, 16, 16)
     before = cpu_prefill.program.cache_info().misses
     case = case_of(([9] * 6, SCATTERED), head_dim=16)
     CpuKernels().paged(case.q, *case.pool.cache(0), case.batch, SCALE)

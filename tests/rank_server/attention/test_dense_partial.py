@@ -5,6 +5,7 @@ import torch
 
 from rank_server.attention.merge import OnlineMerge
 from rank_server.attention.partial import dense_partial
+from rank_server.attention.portable import dense_portable
 from tests.rank_server.attention.dense import dense_attention
 from tests.rank_server.attention.test_partial import LargestTensor
 
@@ -57,6 +58,18 @@ def test_strided_keys() -> None:
     wide = torch.cat([k, v], dim=-1)
     got, wanted = dense_partial(q, wide[..., :8], wide[..., 8:], SCALE), dense_partial(q, k, v, SCALE)
     assert torch.equal(got[0], wanted[0]) and torch.equal(got[1], wanted[1])
+
+
+@pytest.mark.parametrize("attend", [dense_partial, dense_portable])
+@pytest.mark.parametrize("width", [3, 5, 16])
+def test_values_may_be_of_another_width(attend, width: int) -> None:
+    q, k, _ = tensors(4, 9)
+    v = torch.randn(9, 2, width, generator=torch.Generator().manual_seed(6))
+    seen = torch.tensor([2, 0, 9, 6])
+    out, lse = attend(q, k, v, SCALE, seen)
+    wanted_out, wanted_lse = dense_attention(q, k, v, seen, SCALE)
+    torch.testing.assert_close(out.double(), wanted_out, rtol=0, atol=2e-6)
+    torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-6, atol=2e-6)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
