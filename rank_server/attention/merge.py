@@ -49,6 +49,11 @@ def merge_partials(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tenso
 
     Terms are added in the order given, one at a time: beside the result one buffer of its size is needed.
     """
+    if lses.is_cpu:
+        from rank_server.attention.merge_program import merge  # it needs a compiler
+
+        if (found := merge(outs, lses)) is not None:
+            return found
     weights, lse = shares(lses)
     merged = scaled(outs[0], weights[0])
     for out, weight in zip(outs[1:], weights[1:], strict=True):

@@ -37,4 +37,4 @@ class ShardMerge:
         """[T, d·h, E] → [N, T, h, E]: member j gets the heads of query member j // pcp."""
         tokens, heads, width = x.shape
         by_member = x.view(tokens, self._d, heads // self._d, width).transpose(0, 1)
-        return by_member.repeat_interleave(self._pcp, dim=0) if self._pcp > 1 else by_member.contiguous()
+        return by_member.unsqueeze(1).expand(-1, self._pcp, -1, -1, -1).flatten(0, 1)

@@ -127,8 +127,7 @@ class DecoderModel:
         local = _side_by_side([matrix(hidden) for matrix in way.head])
         if way.sum_group is None:
             return local.float()
-        parts = gathered(local, [last - first for first, last in way.vocabulary], way.sum_group)
-        return torch.cat(parts, 1).float()
+        return gathered(local, [last - first for first, last in way.vocabulary], way.sum_group).float()
 
     def _way(self, split: bool) -> _Way:
         if not split:
@@ -147,7 +146,7 @@ class DecoderModel:
         heads, head_dim = self._num_q + 2 * self._num_kv, self._shape.head_dim
         if group is not None:
             widths = [last - first for first, last in (cut(heads * head_dim, group.size, i) for i in range(group.size))]
-            local = torch.cat(gathered(local, widths, group), 1)
+            local = gathered(local, widths, group)
         return local.view(len(local), heads, head_dim)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -18,8 +18,11 @@ def embed(embedding: Tensor, token_ids: Tensor, span: tuple[int, int], tp_group:
     return tp_group.all_reduce(x)
 
 
-def gathered(local: Tensor, widths: list[int], group: Group) -> list[Tensor]:
-    """[T, widths[i]] of each member. Counts must be equal: all send as many columns as the widest one has."""
+def gathered(local: Tensor, widths: list[int], group: Group) -> Tensor:
+    """[T, widths[i]] of each member → [T, sum of widths]. Counts must be equal: all send as many columns as the widest has."""
     widest = max(widths)
     padded = local if local.shape[1] == widest else functional.pad(local, (0, widest - local.shape[1]))
-    return [part[:, :width] for part, width in zip(group.all_gather(padded), widths, strict=True)]
+    parts = group.all_gather(padded)
+    if min(widths) == widest:
+        return parts.transpose(0, 1).flatten(1)
+    return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], 1)

@@ -64,7 +64,7 @@ class MlaModel:
         local = self.weights.head(hidden)
         if self._tp.size == 1:
             return local.float()
-        return torch.cat(gathered(local, [last - first for first, last in self._vocabulary], self._tp), 1).float()
+        return gathered(local, [last - first for first, last in self._vocabulary], self._tp).float()
 
     def _project(self, layer: MlaLayer, x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """(q [T, h, dn + dr], latents [T, dc + dr])."""
