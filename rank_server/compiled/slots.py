@@ -25,7 +25,9 @@ class RowStore:
         self._slots, self._row_bytes = blocks * block_size, self._heads * self._head_dim * self._dtype.itemsize
         self._arguments = ctypes.c_int64 * (_GIVEN + _OF_A_PAIR * len(caches))
         # Python's lock is kept: to give it away and get it back takes longer than the copy.
-        self._run = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(_program().address)
+        # Threads that ask at the same time are given programs of their own, of which one is cached.
+        self._compiled = _program()
+        self._run = ctypes.PYFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
 
     def __call__(self, rows: Sequence[Tensor], slots: Tensor) -> bool:
         """Copies rows [T, h, D], one for each cache, to slots [T] int64; negative ones are skipped.

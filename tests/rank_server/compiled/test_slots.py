@@ -1,10 +1,13 @@
 """Rows of a step at their slots, against indexing."""
 
+import gc
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rank_server.compiled import slots as module
 from rank_server.compiled.slots import RowStore
 
 BLOCKS, BLOCK_SIZE = 3, 4
@@ -74,3 +77,13 @@ def test_slots_need_not_be_contiguous():
     store = caches(1, 1, 8, torch.float32)
     assert RowStore(store)([torch.zeros(2, 1, 8)], torch.tensor([0, 5, 7, 5])[::2])
     assert (store[0].view(SLOTS, 8) == 0).all(1).nonzero().flatten().tolist() == [0, 7]
+
+
+def test_the_program_lives_as_long_as_its_user() -> None:
+    """Also where another thread's translation took its place in the cache."""
+    module._program.cache_clear()
+    (store,) = caches(1, 1, 8, torch.float32)
+    written = RowStore([store])
+    module._program.cache_clear()
+    gc.collect()
+    assert written([torch.ones(1, 1, 8)], torch.tensor([2])) and (store.view(-1, 8)[2] == 1).all()
