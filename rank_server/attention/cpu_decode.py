@@ -136,7 +136,7 @@ class CpuDecode:
         argument["k_cache"], argument["v_cache"] = k_cache.data_ptr(), v_cache.data_ptr()
         argument["block_size"], argument["scale"] = k_cache.shape[1], scale
         assert self._run is not None, "a team has been found"
-        self._run(compiled.address, argument.ctypes.data, threads)
+        self._run(compiled.address, prepared.address, threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +150,8 @@ class _Prepared:
     memory: tuple[Tensor, Tensor]
     argument: np.ndarray[tuple[int, ...], np.dtype[np.void]]
     """Holds addresses of the others."""
+    address: int
+    """Of the argument."""
 
     def serves(self, batch: AttentionBatch, heads: int, threads: int) -> bool:
         return self.batch is batch and self.heads == heads and self.threads == threads
@@ -166,4 +168,4 @@ class _Prepared:
         for name in ("tokens", "tables", "ranges", "first_range"):
             argument[name] = getattr(queries, name).ctypes.data
         argument["num_rows"], argument["num_keys"], argument["kv_heads"] = len(queries.tokens), queries.num_keys, kv_heads
-        return cls(batch, heads, threads, queries, (scratch, partial), argument)
+        return cls(batch, heads, threads, queries, (scratch, partial), argument, argument.ctypes.data)

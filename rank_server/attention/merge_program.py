@@ -36,7 +36,7 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tensor, Tensor
         at = outs.data_ptr() + 4 * index * outs.stride(0) if isinstance(outs, Tensor) else first.data_ptr()
         places += (at, 4 * step, lses.data_ptr() + 4 * index * lses.stride(0), 4 * lse_step)
     out, lse = torch.empty((*rows, width), dtype=torch.float32), torch.empty(rows, dtype=torch.float32)
-    _program()(lse.numel(), width, len(lses), out.data_ptr(), lse.data_ptr(), *places)
+    program()(lse.numel(), width, len(lses), out.data_ptr(), lse.data_ptr(), *places)
     return out, lse
 
 
@@ -55,7 +55,8 @@ def _distance(sizes: Sequence[int], strides: Sequence[int]) -> int | None:
 
 
 @cache
-def _program() -> RowCall:
+def program() -> RowCall:
+    """The compiled program; takes some tenths of a second when it is first asked for."""
     e = Emitter("merge")
     rows, width, number, out, merged_lse = arguments(e, _GIVEN)
     none = e.number(float("-inf"))

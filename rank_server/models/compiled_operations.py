@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from rank_server.compiled import sums
 from rank_server.compiled.emitter import LANES
 from rank_server.models import row_programs
 from rank_server.models.operations import TorchOperations
@@ -49,3 +50,4 @@ class CompiledOperations:
         """See `Operations`."""
         row_programs.rms_norm(eps)
         row_programs.turn_heads(eps if head_norms else None)
+        sums.program()

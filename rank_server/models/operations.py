@@ -25,7 +25,7 @@ class Operations(Protocol):
         ...
 
     def warm_up(self, eps: float, head_norms: bool) -> None:
-        """Compiles what such a model needs; else it is done when needed."""
+        """Compiles what such a model and its groups need; else it is done when needed."""
         ...
 
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from rank_server.attention import cpu_decode
+from rank_server.attention import cpu_decode, merge_program
 from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.cpu import CpuKernels
 from rank_server.attention.cpu_decode import FEW_QUERIES, FEWEST_KEYS, MOST_RANGES, CpuDecode, Queries, fits, suits
 from rank_server.attention.decode_program import TILE
+from rank_server.attention.merge import merge_partials
 from rank_server.attention.partial import paged_partial
 from rank_server.compiled.openmp import parallel
 from tests.rank_server.attention.dense import dense_attention
@@ -249,10 +250,12 @@ def test_heads_that_do_not_divide_are_refused():
 def test_warming_up_compiles_what_a_step_will_need(monkeypatch):
     CpuKernels().warm_up(BF16, 2, 16, 16)
     CpuKernels().warm_up(torch.float32, 2, 24, 24)
-    before = cpu_decode.program.cache_info().misses
+    programs = cpu_decode.program, merge_program.program
+    before = [each.cache_info().misses for each in programs]
     case = make(([9], SCATTERED), dtype=BF16, head_dim=16)
-    CpuKernels().paged(case.q, *case.pool.cache(0), case.batch, SCALE)
-    assert cpu_decode.program.cache_info().misses == before
+    partial = CpuKernels().paged(case.q.to(BF16), *case.pool.cache(0), case.batch, SCALE)
+    merge_partials(*(torch.stack((each, each)) for each in partial))
+    assert [each.cache_info().misses for each in programs] == before
 
 
 def test_torch_has_brought_the_threads():

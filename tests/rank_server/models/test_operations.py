@@ -5,6 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rank_server.collectives.exchange import sum_in_member_order
+from rank_server.compiled import sums
 from rank_server.compiled.row_call import FEW_ROWS
 from rank_server.models import row_programs
 from rank_server.models.compiled_operations import CompiledOperations
@@ -164,10 +166,12 @@ def test_heads_in_pieces_take_torchs_way():
 def test_warming_up_compiles_what_a_step_will_need():
     operations = operations_for(CPU, BF16)
     operations.warm_up(3e-5, True)
-    before = row_programs.rms_norm.cache_info().misses, row_programs.turn_heads.cache_info().misses
+    programs = row_programs.rms_norm, row_programs.turn_heads, sums.program
+    before = [each.cache_info().misses for each in programs]
     turned(operations, 2, 3, 1, 64, BF16, with_norms=True, eps=3e-5)
     operations.rms_norm(seeded(2, 64), seeded(64), 3e-5)
-    assert (row_programs.rms_norm.cache_info().misses, row_programs.turn_heads.cache_info().misses) == before
+    assert sum_in_member_order(seeded(2, 1, 64)).shape == (1, 64)
+    assert [each.cache_info().misses for each in programs] == before
 
 
 @pytest.mark.parametrize(
