@@ -103,7 +103,7 @@ class CpuDecode:
 
     def warm_up(self, share: int, head_dim: int) -> None:
         """Compiles the program for queries in bf16."""
-        program(share, head_dim, self._team, wide=False)
+        program(share, head_dim, self._team, False)
 
     def attend(
         self,
