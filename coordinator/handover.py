@@ -96,7 +96,7 @@ class Handover:
             side=self._sides[home.spec.role],
             links=home.links,
             epoch=home.epoch,
-            tables=lambda: scheduler.tables(request),
+            columns=lambda member, columns: scheduler.columns(request, member, columns),
             shard_offset=lambda: request.shard_offset,
         )
 

@@ -150,9 +150,9 @@ class KvBlocks:
         tables = self._sequences[request.handle].tables
         return tuple(tuple(table[len(table) - count :]) for table, count in zip(tables, counts, strict=True))
 
-    def tables(self, request: Request) -> tuple[tuple[int, ...], ...]:
-        """Per member, the request's block table."""
-        return tuple(tuple(table) for table in self._sequences[request.handle].tables)
+    def columns(self, request: Request, member: int, columns: range) -> tuple[int, ...]:
+        """Blocks in these columns of the request's table on a member, as far as it has them."""
+        return tuple(self._sequences[request.handle].tables[member][columns.start : columns.stop])
 
     def table_lengths(self, request: Request) -> list[int]:
         """Blocks in each of the request's tables."""

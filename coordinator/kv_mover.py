@@ -15,9 +15,6 @@ from cp_wire.sides import Side
 
 log = get_logger("coordinator.pd")
 
-Tables = Sequence[Sequence[int]]
-"""Per pool member, a request's block table."""
-
 
 @dataclass(frozen=True, slots=True)
 class End:
@@ -28,12 +25,13 @@ class End:
     links: Mapping[int, RankLink]
     """By global rank."""
     epoch: int
-    tables: Callable[[], Tables]
+    columns: Callable[[int, range], Sequence[int]]
+    """Blocks in some columns of the request's block table on a pool member."""
     shard_offset: Callable[[], int]
 
-    def table_of(self, rank: int) -> Sequence[int]:
-        """Block table of the request on a rank."""
-        return self.tables()[self.spec.member_of(rank)]
+    def shard_of(self, rank: int) -> int:
+        """Shard of the request that a rank holds."""
+        return self.side.layout.shard_on(self.spec.member_of(rank), self.shard_offset())
 
     def index_of(self, rank: int) -> int:
         """The rank inside its DP index."""
@@ -62,34 +60,31 @@ class KvMover:
         self._timings = timings
         self._attempt = 0
         self._tokens = 0
-        self._columns = [0] * source.side.layout.num_shards
-        """Per pool member, columns of the block table that are leased."""
+        self._columns = dict.fromkeys(source.links, 0)
+        """Per source rank, columns of its block table that are leased."""
 
     async def move(self, start: int, end: int) -> list[rank_pb2.PullResponse]:
         """Returns when tokens [start, end) are written and verified on every rank that holds some of them; else MoveError.
 
         After an error some ranks may go on writing; a further `move` stops them first, `end_pulls` for good.
         """
-        self._tokens = max(self._tokens, end)
-        tables = self._committed_tables()
-        await self._lease(tables)
-        self._columns = [len(table) for table in tables]
+        tokens = max(self._tokens, end)
+        columns = self._committed_columns(tokens)
+        await self._lease(tokens, columns)
+        self._tokens, self._columns = tokens, columns
         self._attempt += 1
         return await all_or_first_error(self._pull(link, start, end) for link in self._readers(start, end))
 
-    def _committed_tables(self) -> Tables:
-        """The source's tables as far as they hold the tokens that may be read: the rest belongs to a step that may not have
-        reached the ranks yet, and would make the blocks look handed out again."""
-        layout, offset = self._source.side.layout, self._source.shard_offset()
-        return [
-            table[: layout.blocks_needed(layout.shard_on(member, offset), self._tokens)]
-            for member, table in enumerate(self._source.tables())
-        ]
+    def _committed_columns(self, tokens: int) -> dict[int, int]:
+        """Per source rank, columns that hold the tokens that may be read: the rest belongs to a step that may not have reached
+        the ranks yet, and would make the blocks look handed out again."""
+        source = self._source
+        return {rank: source.side.layout.blocks_needed(source.shard_of(rank), tokens) for rank in source.links}
 
     async def renew(self) -> None:
         """Prolongs the leases; what can't be reached is left to expire."""
         try:
-            await self._lease([()] * len(self._columns))
+            await self._lease(self._tokens, self._columns)
         except MoveError as error:
             log.warning("a lease was not prolonged", session=self._session, why=str(error))
 
@@ -113,21 +108,20 @@ class KvMover:
 
         return await self._not_ended(self._source, end)
 
-    async def _lease(self, tables: Tables) -> None:
+    async def _lease(self, tokens: int, columns: Mapping[int, int]) -> None:
+        """Leases [0, tokens) in so many columns per rank; tells the ranks those that are new."""
         targets = range(len(self._target.spec.ranks))
         source = self._source
 
         async def one(link: RankLink) -> None:
-            member = source.spec.member_of(link.rank)
-            table = tables[member]
-            first = min(self._columns[member], len(table))
+            new = range(self._columns[link.rank], columns[link.rank])
             request = rank_pb2.LeaseRequest(
                 epoch=source.epoch,
                 session=self._session,
                 shard_offset=source.shard_offset(),
-                first_column=first,
-                block_ids=table[first:],
-                tokens=self._tokens,
+                first_column=new.start,
+                block_ids=source.columns(source.spec.member_of(link.rank), new),
+                tokens=tokens,
                 target_ranks=targets,
                 ttl_ms=round(1000 * self._timings.lease_s),
             )
@@ -140,16 +134,15 @@ class KvMover:
 
     def _readers(self, start: int, end: int) -> list[RankLink]:
         """Ranks of the target that hold tokens of the range."""
-        spec, layout = self._target.spec, self._target.side.layout
-        shards = {rank: layout.shard_on(spec.member_of(rank), self._target.shard_offset()) for rank in spec.ranks}
-        return [
-            link
-            for rank, link in self._target.links.items()
-            if layout.local_len(shards[rank], end) > layout.local_len(shards[rank], start)
-        ]
+        return [link for link in self._target.links.values() if self._written(link.rank, start, end)]
+
+    def _written(self, rank: int, start: int, end: int) -> range:
+        """Columns of a target rank's block table in which the range is written."""
+        return self._target.side.layout.columns(self._target.shard_of(rank), start, end)
 
     async def _pull(self, link: RankLink, start: int, end: int) -> rank_pb2.PullResponse:
         source, target = self._source, self._target
+        columns = self._written(link.rank, start, end)
         request = rank_pb2.PullRequest(
             epoch=target.epoch,
             session=self._session,
@@ -163,7 +156,8 @@ class KvMover:
             shard_offset=target.shard_offset(),
             start=start,
             end=end,
-            block_ids=target.table_of(link.rank),
+            first_column=columns.start,
+            block_ids=target.columns(target.spec.member_of(link.rank), columns),
             timeout_ms=round(1000 * self._timings.pull_s),
         )
         try:

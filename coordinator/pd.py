@@ -8,8 +8,8 @@ come first. And the source's blocks stay held until `LeaseEnded`, or until the p
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-ATTEMPTS = 2
-"""At one range, if its failure may pass."""
+ATTEMPTS = 3
+"""At one range, if its failure may pass; each after a longer pause than the one before."""
 
 
 class Phase(Enum):
@@ -96,10 +96,11 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Bring tokens [start, end) over."""
+    """Bring tokens [start, end) over. attempt: 1, and more after failures that may pass, which it gives time to pass."""
 
     start: int
     end: int
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +233,7 @@ def _move_failed(state: Passage, cause: str, transient: bool) -> Step:
     if state.phase is Phase.ENDING:
         return state, ()
     if transient and state.attempt < ATTEMPTS:
-        return replace(state, attempt=state.attempt + 1), (Move(state.moved, state.moving),)
+        return replace(state, attempt=state.attempt + 1), (Move(state.moved, state.moving, state.attempt + 1),)
     return _decide(state, _after_failure(state, cause))
 
 

@@ -160,8 +160,8 @@ class PdSession:
         match action:
             case pd.Prefill():
                 self._prefill()
-            case pd.Move(start, end):
-                self._moving = self._spawn(self._move(start, end), "moving")
+            case pd.Move(start, end, attempt):
+                self._moving = self._spawn(self._move(start, end, attempt), "moving")
                 self._renewing = self._renewing or self._spawn(self._renew(), "prolonging")
             case pd.StopMove():
                 if self._moving is not None:
@@ -227,8 +227,10 @@ class PdSession:
         self._engine.scheduler.cancel(request.handle)
         self._engine.abort(request.handle)
 
-    async def _move(self, start: int, end: int) -> None:
+    async def _move(self, start: int, end: int, attempt: int) -> None:
         assert self._mover is not None
+        if attempt > 1:
+            await asyncio.sleep(self._hub.timings.move_again_s * 2 ** (attempt - 2))
         began = perf_counter()
         try:
             answers = await self._mover.move(start, end)
@@ -238,7 +240,7 @@ class PdSession:
                 request=self._live.request.request_id,
                 session=self._prompt.handle,
                 tokens=f"[{start}, {end})",
-                attempt=self.state.attempt,
+                attempt=attempt,
                 cause=error.cause,
                 why=str(error),
             )

@@ -125,9 +125,9 @@ class Scheduler:
         """Nobody reads a leased request's blocks any more; nothing happens for an unknown handle."""
         self._seats.end_lease(handle)
 
-    def tables(self, request: Request) -> tuple[tuple[int, ...], ...]:
-        """Per member, the block table of a request that holds blocks."""
-        return self._kv.tables(request)
+    def columns(self, request: Request, member: int, columns: range) -> tuple[int, ...]:
+        """See `KvBlocks.columns`; of a request that holds blocks."""
+        return self._kv.columns(request, member, columns)
 
     def abort(self, handle: int) -> None:
         """Ends a request in any state but reserved; nothing happens when it has already ended or is unknown.

@@ -35,6 +35,8 @@ class Timings:
     """Before a set whose groups did not open tries again, and the advice to clients of a lost rank."""
     lease_s: float = 30.0
     """How long a rank keeps blocks that others read without hearing from anybody."""
+    move_again_s: float = 0.1
+    """Before a second attempt to move a range; twice as long before each further one."""
     beside_s: float = 5.0
     """A call about KV that moves, one that carries none itself."""
     pull_s: float = 60.0

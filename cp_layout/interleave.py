@@ -81,6 +81,13 @@ class Layout:
         """Blocks that shard r needs for [0, L); a shard without a token of the last virtual block needs none for it."""
         return -(-self.local_len(shard, length) // self.block_size)
 
+    def columns(self, shard: int, start: int, end: int) -> range:
+        """Columns of shard r's block table in which it has tokens of [start, end); empty when it has none."""
+        first = self.local_len(shard, start)
+        if first == self.local_len(shard, end):
+            return range(0)
+        return range(first // self.block_size, self.blocks_needed(shard, end))
+
     def virtual_blocks(self, length: int) -> int:
         """Virtual blocks that [0, L) touches: ceil(L / (N·B)); the columns of the longest block table."""
         return -(-length // self.virtual_block_size)

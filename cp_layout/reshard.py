@@ -99,16 +99,22 @@ class Runs:
         """Tokens of all runs."""
         return int(self.count.sum())
 
-    def src_slots(self, block_table: Int64s, block_size: int) -> Int64s:
+    @property
+    def src_columns(self) -> range:
+        """Columns of the source shard's block table from the first to the last that the runs touch."""
+        return range(int(self.src_column.min()), int(self.src_column.max()) + 1)
+
+    def src_slots(self, block_table: Int64s, block_size: int, first_column: int = 0) -> Int64s:
         """[tokens] slots (block_id·B + offset) of the tokens on the source, in run order.
 
-        block_table: [columns] block ids of the source shard on the source rank; `LayoutError` when it is too short.
+        block_table: block ids of the source shard on the source rank, from column `first_column` on; `LayoutError` when
+        it lacks columns.
         """
-        return _slots(block_table, block_size, self.src_column, self.src_offset, self.count)
+        return _slots(block_table, block_size, self.src_column - first_column, self.src_offset, self.count)
 
-    def dst_slots(self, block_table: Int64s, block_size: int) -> Int64s:
+    def dst_slots(self, block_table: Int64s, block_size: int, first_column: int = 0) -> Int64s:
         """[tokens] slots of the same tokens, in the same order, on the target."""
-        return _slots(block_table, block_size, self.dst_column, self.dst_offset, self.count)
+        return _slots(block_table, block_size, self.dst_column - first_column, self.dst_offset, self.count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +236,8 @@ def _multiples(step: int, start: int, end: int) -> Int64s:
 
 def _slots(block_table: Int64s, block_size: int, column: Int64s, offset: Int64s, count: Int64s) -> Int64s:
     needed = int(column.max()) + 1 if len(column) else 0
+    if len(column) and column.min() < 0:
+        raise LayoutError(f"the block table begins {-int(column.min())} columns after the first one that the runs need")
     if needed > len(block_table):
         raise LayoutError(f"the block table has {len(block_table)} columns, the runs need {needed}")
     begun = np.cumsum(count) - count

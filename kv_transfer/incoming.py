@@ -37,7 +37,7 @@ class Incoming:
         self._store = store
         self._generations = generations
         self._report = report
-        slots: Int64s = runs.dst_slots(np.asarray(pull.blocks, np.int64), geometry.block_size)
+        slots: Int64s = runs.dst_slots(np.asarray(pull.blocks, np.int64), geometry.block_size, pull.first_column)
         self._blocks = np.unique(slots // geometry.block_size)
         self._picked = pick(geometry, slots, link.dst_head, link.num_heads, self.packing.rows_per_message)
 

@@ -43,6 +43,8 @@ class Lease:
     """Tokens [0, tokens) of the request, over all shards, can be read."""
     attempts: dict[Hashable, int] = field(default_factory=dict)
     """Newest attempt of each reader at each range."""
+    checked: int = -1
+    """Newest stamp of the pool when the blocks were last looked at."""
     plans: dict[Hashable, Any] = field(default_factory=dict)
     """What its readers asked for, worked out; goes with the lease."""
 
@@ -112,8 +114,12 @@ class LeaseTable:
             if how is None:
                 raise Unknown(f"transfer {session} is not known here")
             raise LeaseEnded(f"the lease of transfer {session} is {how}")
-        if not self._generations.untouched(lease.blocks, lease.generation):
-            raise Stale(f"blocks of transfer {session} were handed out again while it was leased")
+        now = self._generations.now()
+        if lease.checked != now:
+            # A long request has many blocks, and is asked for with every message.
+            if not self._generations.untouched(lease.blocks, lease.generation):
+                raise Stale(f"blocks of transfer {session} were handed out again while it was leased")
+            lease.checked = now
         return lease
 
     def renew(self, session: int) -> Lease:

@@ -103,7 +103,14 @@ class LinkPull:
     async def _describe(self) -> pb.DescribeResponse:
         """The handshake; raises `KvloomError`."""
         pull = self._pull
-        request = pb.DescribeRequest(session=pull.session, epoch=pull.epoch, facts=self._target.facts)
+        columns = self._runs.src_columns
+        request = pb.DescribeRequest(
+            session=pull.session,
+            epoch=pull.epoch,
+            facts=self._target.facts,
+            first_column=columns.start,
+            num_columns=len(columns),
+        )
         try:
             described: pb.DescribeResponse = await self._stub.Describe(request, timeout=self._limits.call_s)
         except grpc.aio.AioRpcError as error:
@@ -146,7 +153,11 @@ class LinkPull:
         still one that reads them.
         """
         packing, geometry = incoming.packing, pool.geometry
-        slots = self._runs.src_slots(np.array(described.blocks, np.int64), geometry.block_size)
+        blocks, first = np.array(described.blocks, np.int64), self._runs.src_columns.start
+        try:
+            slots = self._runs.src_slots(blocks, geometry.block_size, first)
+        except LayoutError as refusal:
+            raise errors.ConfigRefused(f"source rank {self._link.src} has described too few blocks: {refusal}") from refusal
         picked = pick(geometry, slots, self._link.src_head, self._link.num_heads, packing.rows_per_message)
         copied = sorted(incoming.missing)
         scratch = np.empty(packing.rows_per_message * packing.row_bytes, np.uint8)

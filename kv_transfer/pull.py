@@ -35,9 +35,9 @@ class Peer:
 class Pull:
     """Tokens [start, end) of a session into blocks of this rank.
 
-    source, target: both sides with the request's shard offsets. blocks: this rank's block table of the request, reserved for
-    it since the stamp `generation`. peers: source ranks by their index in the source's DP index; those that have nothing for
-    this rank are not asked.
+    source, target: both sides with the request's shard offsets. blocks: this rank's block table of the request from column
+    `first_column` on, reserved for it since the stamp `generation`. peers: source ranks by their index in the source's DP
+    index; those that have nothing for this rank are not asked.
     """
 
     session: int
@@ -49,6 +49,7 @@ class Pull:
     blocks: Sequence[int]
     generation: int
     peers: Mapping[int, Peer]
+    first_column: int = 0
 
 
 @dataclass(slots=True)

@@ -3,16 +3,15 @@
 import asyncio
 from itertools import count
 
-import grpc
 import grpc.aio
 
 from cp_layout.errors import LayoutError
-from cp_layout.reshard import Reshard, reshard
+from cp_layout.reshard import Link, Reshard, reshard
 from cp_wire import errors
-from cp_wire.channels import open_channel
 from cp_wire.pb import kv_transfer_pb2 as pb
 from cp_wire.pb import kv_transfer_pb2_grpc
 from kv_transfer.budget import Budget
+from kv_transfer.channels import Channels
 from kv_transfer.facts import Place
 from kv_transfer.generations import Generations
 from kv_transfer.link_pull import LinkPull, Target
@@ -34,7 +33,7 @@ class Puller:
         limits = limits or Limits()
         self._place = place
         self._target = Target(facts, store, generations, limits, Budget(limits.bytes_in_flight), OpenPools(), count(1))
-        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._channels = Channels()
 
     async def pull(self, pull: Pull, deadline_s: float | None = None) -> Report:
         """Every token of the range is in the pool when this returns, and nothing else was written; else `TransferFailed`.
@@ -43,10 +42,15 @@ class Puller:
         The session stays leased: further ranges of it may follow, then `release`.
         """
         report, deadline_s = Report(), self._target.limits.deadline_s if deadline_s is None else deadline_s
-        links = self._links(pull, report)
+        plan = self._plan(pull, report)
+
+        async def run(link: Link) -> None:
+            with self._channels.use(pull.peers[link.src].address) as channel:
+                await LinkPull(self._target, pull, link, plan.runs_of(link), channel, report).run()
+
         try:
             async with asyncio.timeout(deadline_s):
-                await together(link.run() for link in links)
+                await together(run(link) for link in self._links(plan, pull, report))
         except TimeoutError as error:
             reason = errors.DeadlineExceeded.reason
             raise TransferFailed(reason, pull, f"not done after {deadline_s} s", report) from error
@@ -59,24 +63,19 @@ class Puller:
 
     async def close(self) -> None:
         """Closes channels and mappings; running pulls fail."""
-        channels, self._channels = list(self._channels.values()), {}
-        for channel in channels:
-            await channel.close()
+        await self._channels.close()
         await self._target.pools.close()
 
-    def _links(self, pull: Pull, report: Report) -> list[LinkPull]:
-        """One per source rank that has something for this rank; `TransferFailed` when the pull does not fit this rank."""
-        plan = self._plan(pull, report)
+    def _links(self, plan: Reshard, pull: Pull, report: Report) -> list[Link]:
+        """Those to this rank; `TransferFailed` for a source without an address."""
         links = [link for link in plan.links if link.dst == self._place.rank]
         for link in links:
             if link.src not in pull.peers:
                 raise TransferFailed("PEER_UNKNOWN", pull, f"source rank {link.src} has no address", report)
-        return [
-            LinkPull(self._target, pull, link, plan.runs_of(link), self._channel(pull.peers[link.src].address), report)
-            for link in links
-        ]
+        return links
 
     def _plan(self, pull: Pull, report: Report) -> Reshard:
+        """`TransferFailed` when the pull does not fit this rank."""
         own = self._place.side
         if (pull.target.grid, pull.target.layout, pull.target.kv_heads) != (own.grid, own.layout, own.kv_heads):
             raise TransferFailed(errors.ConfigRefused.reason, pull, f"{pull.target} is not this rank's side {own}", report)
@@ -85,17 +84,12 @@ class Puller:
         except LayoutError as refusal:
             raise TransferFailed(errors.ConfigRefused.reason, pull, str(refusal), report) from refusal
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        if address not in self._channels:
-            self._channels[address] = open_channel(address, "data")
-        return self._channels[address]
-
     async def _release(self, pull: Pull, peer: Peer) -> None:
         request = pb.ReleaseRequest(
             session=pull.session, epoch=pull.epoch, instance=peer.instance, target_rank=self._place.rank
         )
-        stub = kv_transfer_pb2_grpc.KvTransferServiceStub(self._channel(peer.address))
-        try:
-            await stub.Release(request, timeout=self._target.limits.call_s)
-        except grpc.aio.AioRpcError:
-            return
+        with self._channels.use(peer.address) as channel:
+            try:
+                await kv_transfer_pb2_grpc.KvTransferServiceStub(channel).Release(request, timeout=self._target.limits.call_s)
+            except grpc.aio.AioRpcError:
+                return

@@ -97,7 +97,8 @@ class Source:
         if pool is not None and request.facts.host == self.place.host != "":
             described.pool.CopyFrom(pool.message())
             described.pool.num_blocks = self.store.geometry.num_blocks
-            described.blocks.extend(lease.blocks.tolist())
+            first = request.first_column
+            described.blocks.extend(lease.blocks[first : first + request.num_columns].tolist())
         return described
 
     def renew(self, request: pb.RenewRequest) -> pb.RenewResponse:

@@ -245,6 +245,7 @@ async def _pull(ends: _Ends, request: rank_pb2.PullRequest) -> Report:
         start=request.start,
         end=request.end,
         blocks=list(request.block_ids),
+        first_column=request.first_column,
         generation=generation,
         peers={peer.rank: Peer(peer.address, peer.instance) for peer in request.sources},
     )
@@ -254,13 +255,11 @@ async def _pull(ends: _Ends, request: rank_pb2.PullRequest) -> Report:
 
 def _written(ends: _Ends, target: Side, request: rank_pb2.PullRequest) -> list[int]:
     """Blocks that the range writes to. Those before it may be shared: a prefix that this side had already."""
-    layout, shard = target.layout, target.shard_of(ends.index)
-    if layout.local_len(shard, request.start) == layout.local_len(shard, request.end):
-        return []
-    first, stop = layout.local_len(shard, request.start) // layout.block_size, layout.blocks_needed(shard, request.end)
-    if stop > len(request.block_ids):
-        raise errors.InvalidRequest("block_ids", len(request.block_ids), f"{request.end} tokens need {stop} blocks here")
-    return list(request.block_ids[first:stop])
+    columns, first = target.layout.columns(target.shard_of(ends.index), request.start, request.end), request.first_column
+    if len(columns) and not first <= columns.start < columns.stop <= first + len(request.block_ids):
+        there = f"columns {columns.start} to {columns.stop - 1}, tokens [{request.start}, {request.end}) are in them"
+        raise errors.InvalidRequest("block_ids", len(request.block_ids), f"{there}; column {first} is the first one given")
+    return list(request.block_ids[columns.start - first : columns.stop - first]) if len(columns) else []
 
 
 def _check_pull(ends: _Ends, request: rank_pb2.PullRequest) -> None:

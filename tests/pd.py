@@ -197,6 +197,9 @@ class Pair:
     def pull_of(self, moved: Moved, rank: int, start: int, end: int, **changes) -> rank_pb2.PullRequest:  # type: ignore[no-untyped-def]
         side = Layouted(self.source.side.grid, self.source.layout, self.source.side.kv_heads, moved.source_offset)
         peers = zip(self.source.addresses, self.source.instances, strict=True)
+        member = self.target.grid.dcp_member(rank)
+        shard = self.target.layout.shard_on(member, moved.target_offset)
+        columns = self.target.layout.columns(shard, start, end)
         fields = {
             "instance": self.target.instances[rank],
             "epoch": self.target.epoch,
@@ -208,7 +211,8 @@ class Pair:
             "shard_offset": moved.target_offset,
             "start": start,
             "end": end,
-            "block_ids": moved.target_tables[self.target.grid.dcp_member(rank)],
+            "first_column": columns.start,
+            "block_ids": moved.target_tables[member][columns.start : columns.stop],
             "timeout_ms": 30_000,
         }
         return rank_pb2.PullRequest(**fields | changes)

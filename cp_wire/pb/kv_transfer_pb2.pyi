@@ -113,8 +113,15 @@ class DescribeRequest(google.protobuf.message.Message):
     SESSION_FIELD_NUMBER: builtins.int
     EPOCH_FIELD_NUMBER: builtins.int
     FACTS_FIELD_NUMBER: builtins.int
+    FIRST_COLUMN_FIELD_NUMBER: builtins.int
+    NUM_COLUMNS_FIELD_NUMBER: builtins.int
     session: builtins.int
     epoch: builtins.int
+    first_column: builtins.int
+    """Columns [first_column, first_column + num_columns) of the source's block table of the session, which a rank of the same
+    host wants to read by itself; 0 = none.
+    """
+    num_columns: builtins.int
     @property
     def facts(self) -> global___KvFacts: ...
     def __init__(
@@ -123,9 +130,11 @@ class DescribeRequest(google.protobuf.message.Message):
         session: builtins.int = ...,
         epoch: builtins.int = ...,
         facts: global___KvFacts | None = ...,
+        first_column: builtins.int = ...,
+        num_columns: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["facts", b"facts"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "facts", b"facts", "session", b"session"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "facts", b"facts", "first_column", b"first_column", "num_columns", b"num_columns", "session", b"session"]) -> None: ...
 
 global___DescribeRequest = DescribeRequest
 
@@ -150,8 +159,8 @@ class DescribeResponse(google.protobuf.message.Message):
     def facts(self) -> global___KvFacts: ...
     @property
     def pool(self) -> global___SharedPool:
-        """For a rank of the same host only: where it may read by itself, and the session's blocks there. What it reads counts once a
-        `Renew` after it has been answered: then the blocks were the session's all the time.
+        """For a rank of the same host only: where it may read by itself, and the blocks of the columns it has asked for. What it reads
+        counts once a `Renew` after it has been answered: then the blocks were the session's all the time.
         """
 
     @property

@@ -780,6 +780,7 @@ class PullRequest(google.protobuf.message.Message):
     END_FIELD_NUMBER: builtins.int
     BLOCK_IDS_FIELD_NUMBER: builtins.int
     TIMEOUT_MS_FIELD_NUMBER: builtins.int
+    FIRST_COLUMN_FIELD_NUMBER: builtins.int
     instance: builtins.str
     epoch: builtins.int
     session: builtins.int
@@ -794,6 +795,7 @@ class PullRequest(google.protobuf.message.Message):
     end: builtins.int
     timeout_ms: builtins.int
     """Bound on the whole pull."""
+    first_column: builtins.int
     @property
     def source(self) -> cp_wire.pb.kv_transfer_pb2.KvSide:
         """The sources' side with the request's shard offset there; with this rank's own side it says who sends what to whom."""
@@ -802,7 +804,9 @@ class PullRequest(google.protobuf.message.Message):
     def sources(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PullSource]: ...
     @property
     def block_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
-        """This rank's block table of the request, at least up to `end`. What the range writes to belongs to the request alone."""
+        """Columns [first_column, first_column + n) of this rank's block table of the request, at least those in which it has tokens of
+        the range. What the range writes to belongs to the request alone.
+        """
 
     def __init__(
         self,
@@ -819,9 +823,10 @@ class PullRequest(google.protobuf.message.Message):
         end: builtins.int = ...,
         block_ids: collections.abc.Iterable[builtins.int] | None = ...,
         timeout_ms: builtins.int = ...,
+        first_column: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["source", b"source"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "end", b"end", "epoch", b"epoch", "instance", b"instance", "session", b"session", "shard_offset", b"shard_offset", "source", b"source", "source_epoch", b"source_epoch", "sources", b"sources", "start", b"start", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["attempt", b"attempt", "block_ids", b"block_ids", "end", b"end", "epoch", b"epoch", "first_column", b"first_column", "instance", b"instance", "session", b"session", "shard_offset", b"shard_offset", "source", b"source", "source_epoch", b"source_epoch", "sources", b"sources", "start", b"start", "timeout_ms", b"timeout_ms"]) -> None: ...
 
 global___PullRequest = PullRequest
 

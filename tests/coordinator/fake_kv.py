@@ -42,6 +42,7 @@ class FakeKv:
         """Blocks of the pulls that run, by session."""
         self.ended: set[int] = set()
         self.pulls: list[rank_pb2.PullRequest] = []
+        self.lease_requests: list[rank_pb2.LeaseRequest] = []
         self.attempts: dict[int, int] = {}
         self.failures: list[rank_pb2.PullFailure] = []
         """What the next pulls answer, after they have written half of what they were to."""
@@ -81,6 +82,7 @@ class FakeKv:
     async def lease(self, request: rank_pb2.LeaseRequest) -> rank_pb2.LeaseResponse:
         if self.refuse_lease is not None:
             raise self.refuse_lease
+        self.lease_requests.append(request)
         held = self.leases.get(request.session)
         if held is None:
             if request.session in self.ended:
@@ -89,9 +91,9 @@ class FakeKv:
         assert request.first_column <= len(held.blocks) and request.ttl_ms and request.target_ranks
         held.blocks[request.first_column : request.first_column + len(request.block_ids)] = request.block_ids
         held.tokens = max(held.tokens, request.tokens)
-        shard = self._layout.shard_on(self._member, held.shard_offset)
+        shard = self.layout.shard_on(self._member, held.shard_offset)
         # More would be blocks of a step that is still under way: a real rank may see them handed out after the lease.
-        assert len(held.blocks) == self._layout.blocks_needed(shard, held.tokens), "blocks of unfinished steps are leased"
+        assert len(held.blocks) == self.layout.blocks_needed(shard, held.tokens), "blocks of unfinished steps are leased"
         return rank_pb2.LeaseResponse()
 
     async def end_lease(self, request: rank_pb2.EndLeaseRequest) -> rank_pb2.EndLeaseResponse:
@@ -126,10 +128,10 @@ class FakeKv:
 
     async def _pull(self, request: rank_pb2.PullRequest) -> rank_pb2.PullFailure | None:
         """The failure that it has taken for itself, if any: others that run beside it take other ones."""
-        layout = self._layout
+        layout = self.layout
         mine = [position for position in range(request.start, request.end) if self._owns(request, position)]
         columns = {layout.block_column(position) for position in mine}
-        self.writing[request.session] = {request.block_ids[column] for column in columns}
+        self.writing[request.session] = {request.block_ids[column - request.first_column] for column in columns}
         try:
             for count, position in enumerate(mine):
                 if not self.gate.is_set():
@@ -137,7 +139,8 @@ class FakeKv:
                     await self.gate.wait()
                 if self.failures and 2 * count >= len(mine):
                     return self.failures.pop(0)
-                slot = self._member, request.block_ids[layout.block_column(position)], layout.block_offset(position)
+                column = layout.block_column(position) - request.first_column
+                slot = self._member, request.block_ids[column], layout.block_offset(position)
                 self._copy(slot, _read(request, position))
                 await asyncio.sleep(0)
             return None
@@ -151,10 +154,14 @@ class FakeKv:
                 process.memory[slot] = token
 
     def _owns(self, request: rank_pb2.PullRequest, position: int) -> bool:
-        return self._layout.shard_on(self._member, request.shard_offset) == self._layout.owner(position)
+        return self.shard_of(request) == self.layout.owner(position)
+
+    def shard_of(self, request: rank_pb2.PullRequest) -> int:
+        """The shard that the rank holds of the request."""
+        return self.layout.shard_on(self._member, request.shard_offset)
 
     @property
-    def _layout(self) -> Layout:
+    def layout(self) -> Layout:
         config = self._rank.config
         assert config is not None
         return Layout(config.dcp, config.interleave, config.block_size)

@@ -36,6 +36,7 @@ FAST = Timings(
     text_s=5.0,
     encode_s=5.0,
     retry_s=0.02,
+    move_again_s=0.02,
     lease_s=2.0,
     beside_s=1.0,
     pull_s=2.0,

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from time import perf_counter
 
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckResponse
@@ -310,13 +311,33 @@ TRANSIENT = rank_pb2.PullFailure(reason="CORRUPTED", message="damaged", transien
 FINAL = rank_pb2.PullFailure(reason="LEASE_ENDED", message="expired", transient=False)
 
 
-async def test_h8_a_failed_range_is_tried_once_more():
-    async with cluster(prefill={}) as harness:
-        harness.ranks[1].kv.failures = [TRANSIENT]
-        heard = await harness.generate(PROMPT)
-        assert heard.token_ids == continuation(PROMPT, 8)
+async def test_h8_a_failed_range_is_tried_again_after_longer_and_longer_pauses():
+    """The last of the three attempts succeeds."""
+    async with cluster(prefill={}, timings=replace(FAST, move_again_s=0.2)) as harness:
+        harness.ranks[1].kv.failures = [TRANSIENT, TRANSIENT]
+        began = perf_counter()
+        heard = await harness.generate([1] * 9)
+        assert perf_counter() - began > 0.2 + 0.4
+        assert heard.token_ids == continuation([1] * 9, 8)
         assert not (await harness.status()).transfers.recomputed
+        assert [(pull.start, pull.end) for pull in harness.ranks[1].kv.pulls] == [(0, 9)] * 3
         await harness.until_idle()
+
+
+@pytest.mark.parametrize("layout", [{"interleave": 1}, {}], ids=["I = 1", "I = B"])
+async def test_a_block_is_named_once_on_either_side_however_many_ranges_a_prompt_has(layout):
+    side = {"pcp": 2, "dcp": 2, **layout}
+    async with cluster(prefill=side, **side) as harness:
+        assert (await harness.generate(PROMPT)).token_ids == continuation(PROMPT, 8)
+        await harness.until_idle()
+        for rank in harness.ranks[:2]:
+            named = [block for request in rank.kv.lease_requests for block in request.block_ids]
+            assert len(named) == len(set(named)) > 0
+        for rank in harness.ranks[2:]:
+            assert len(rank.kv.pulls) > 1
+            for request in rank.kv.pulls:
+                mine = rank.kv.layout.columns(rank.kv.shard_of(request), request.start, request.end)
+                assert (request.first_column, len(request.block_ids)) == (mine.start, len(mine))
 
 
 async def test_of_several_moves_at_once_one_fails():
@@ -334,7 +355,7 @@ async def test_of_several_moves_at_once_one_fails():
         await harness.until_idle()
 
 
-@pytest.mark.parametrize("failures", [[TRANSIENT, TRANSIENT], [FINAL]], ids=["twice", "for good"])
+@pytest.mark.parametrize("failures", [[TRANSIENT] * 3, [FINAL]], ids=["three times", "for good"])
 async def test_h20_a_lost_range_is_recomputed_and_counted(failures, caplog):
     async with cluster(prefill={}) as harness:
         harness.ranks[1].kv.failures = list(failures)

@@ -117,7 +117,9 @@ def test_blocks_of_one_growth_ascend_also_when_all_are_evicted(layout):
     length = 12 * layout.num_shards * layout.block_size
     for start in range(3):
         request, _ = blocks.start([start] * length)
-        assert blocks.kv.tables(request) == (tuple(range(12)),) * layout.num_shards
+        for member in range(layout.num_shards):
+            assert blocks.kv.columns(request, member, range(99)) == tuple(range(12))
+            assert blocks.kv.columns(request, member, range(3, 5)) == (3, 4)
         blocks.stop(request)
 
 

@@ -58,11 +58,11 @@ LIVES = {
         [Reserved(40), Computed(30), Computed(40), Computed(60), Moved(), Prefilled(), Moved()],
         [(Prefill(),), (), (), (Move(40, 60),), (), (Move(60, 100),), (Activate(100, None), EndLease())],
     ),
-    "one more attempt at a range, for causes that pass": (
-        [Reserved(0), Computed(30), PASSING, Moved(), Prefilled(), PASSING, PASSING, MoveStopped(), LeaseEnded()],
+    "three attempts at a range, for causes that pass": (
+        [Reserved(0), Computed(30), PASSING, Moved(), Prefilled(), PASSING, PASSING, PASSING, MoveStopped(), LeaseEnded()],
         [
-            (Prefill(),), (Move(0, 30),), (Move(0, 30),), (), (Move(30, 100),), (Move(30, 100),), (StopMove(),),
-            (Activate(30, "UNAVAILABLE"), EndLease()), (FreePrefill(),),
+            (Prefill(),), (Move(0, 30),), (Move(0, 30, 2),), (), (Move(30, 100),), (Move(30, 100, 2),), (Move(30, 100, 3),),
+            (StopMove(),), (Activate(30, "UNAVAILABLE"), EndLease()), (FreePrefill(),),
         ],
     ),
     "a cause that stays, while the prompt is computed": (

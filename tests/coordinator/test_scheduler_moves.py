@@ -48,7 +48,7 @@ def test_an_arrived_request_decodes_and_recomputes_nothing(layout):
     prompt = list(range(2 * layout.virtual_block_size))
     request = request_of(1, prompt, 3)
     scheduler.reserve(request)
-    tables = scheduler.tables(request)
+    tables = tuple(scheduler.columns(request, member, range(99)) for member in range(layout.num_shards))
     request.output.append(11)
     scheduler.arrive(1, len(prompt))
     step = scheduler.schedule()

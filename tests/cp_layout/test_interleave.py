@@ -70,6 +70,13 @@ def test_blocks_of_a_virtual_block_hold_the_same_tokens(layout: Layout, g: int) 
     assert {layout.block_column(p) for p in range(first, first + layout.virtual_block_size)} == {g}
 
 
+@given(layouts(), st.integers(0, 300), st.integers(0, 300))
+def test_columns_of_a_range_are_those_of_its_tokens(layout: Layout, start: int, count: int) -> None:
+    for shard in range(layout.num_shards):
+        mine = [layout.block_column(p) for p in range(start, start + count) if layout.owner(p) == shard]
+        assert list(layout.columns(shard, start, start + count)) == sorted(set(mine))
+
+
 @given(st.integers(1, 8), st.integers(1, 16), st.integers(0, 300))
 def test_whole_blocks_when_interleave_is_the_block_size(n: int, b: int, g: int) -> None:
     layout = Layout(n, b, b)

@@ -198,6 +198,14 @@ def test_a_source_shard_without_tokens_has_no_link() -> None:
     assert [(link.src, link.dst) for link in reshard(source, target, 0, 17).links] == [(0, 0), (1, 0)]
 
 
+def test_a_table_may_begin_at_the_first_column_that_the_runs_need() -> None:
+    runs = token_runs(Layout(2, 2, 4), Layout(1, 4, 4), 21, 60)[1, 0]
+    source, target = np.arange(50, 70), np.arange(20, 40)
+    assert (runs.src_columns.start, runs.src_columns.stop) == (2, 8)
+    np.testing.assert_array_equal(runs.src_slots(source[2:8], 4, 2), runs.src_slots(source, 4))
+    np.testing.assert_array_equal(runs.dst_slots(target[5:], 4, 5), runs.dst_slots(target, 4))
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -212,6 +220,10 @@ def test_a_source_shard_without_tokens_has_no_link() -> None:
         (
             lambda: token_runs(Layout(1, 4, 4), Layout(1, 4, 4), 0, 5)[0, 0].src_slots(np.arange(1), 4),
             "block table has 1 columns, the runs need 2",
+        ),
+        (
+            lambda: token_runs(Layout(1, 4, 4), Layout(1, 4, 4), 5, 9)[0, 0].dst_slots(np.arange(9), 4, 3),
+            "the block table begins 2 columns after the first one that the runs need",
         ),
     ],
 )

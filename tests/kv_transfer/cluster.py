@@ -116,15 +116,17 @@ class Sides:
     pullers: list[Puller]
 
     def pull_of(self, rank: int, start: int = 0, end: int | None = None) -> Pull:
-        target = self.targets[rank]
+        target, end = self.targets[rank], self.length if end is None else end
+        columns = self.target.layout.columns(self.target.shard_of(rank), start, end)
         return Pull(
             session=SESSION,
             epoch=EPOCH,
             source=self.source,
             target=self.target,
             start=start,
-            end=self.length if end is None else end,
-            blocks=target.blocks,
+            end=end,
+            blocks=target.blocks[columns.start : columns.stop],
+            first_column=columns.start,
             generation=target.generations.now(),
             peers=self.peers,
         )

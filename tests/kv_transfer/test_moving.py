@@ -2,12 +2,15 @@
 
 import itertools
 
+import grpc
 import pytest
 
 from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
 from cp_layout.reshard import Side
+from cp_wire.pb import kv_transfer_pb2 as pb
 from kv_transfer.pull import Limits
+from kv_transfer.service import KvTransferServicer
 from tests.kv_transfer.cluster import HEAD_BYTES, PLANES, SESSION, Sides, side, sides
 
 PAIRS = [
@@ -95,6 +98,25 @@ async def test_ends_on_one_host_copy_from_pool_to_pool() -> None:
             assert not any(report.corrupted + report.retries for report in reports)
             await both.release()
             assert all(leases.active == 0 for leases in both.leases)
+
+
+async def test_a_source_of_the_same_host_names_the_blocks_of_the_range_alone() -> None:
+    asked: list[tuple[pb.DescribeRequest, pb.DescribeResponse]] = []
+
+    class Noted(KvTransferServicer):
+        async def Describe(self, request: pb.DescribeRequest, context: grpc.aio.ServicerContext) -> pb.DescribeResponse:
+            answer = await super().Describe(request, context)
+            asked.append((request, answer))
+            return answer
+
+    async with sides(side(1, 4, 4), side(2, 2, 4), 100, host="here", servicer=Noted) as both:
+        for start, end in ((0, 50), (50, 70), (70, 100)):
+            await both.move(start, end)
+        both.check()
+        blocks = both.sources[0].blocks
+        named = [(request.first_column, list(answer.blocks)) for request, answer in asked]
+        for (first, got), (start, end) in zip(named, [(0, 50)] * 2 + [(50, 70)] * 2 + [(70, 100)] * 2, strict=True):
+            assert start // 4 <= first and got == blocks[first : first + len(got)] and first + len(got) <= -(-end // 4)
 
 
 async def test_a_pool_that_cannot_be_opened_leaves_the_stream() -> None:

@@ -292,6 +292,7 @@ async def test_a_lease_grows_by_columns_and_repeating_it_adds_nothing(tiny):
     [
         ({"block_ids": [1, 64, 3, 4, 5, 6, 7, 8]}, "block_ids"),
         ({"block_ids": [1, 2]}, "block_ids"),
+        ({"first_column": 1}, "block_ids"),
         ({"start": 32}, "end"),
         ({"shard_offset": 1}, "shard_offset"),
         ({"timeout_ms": 0}, "timeout_ms"),
