@@ -128,28 +128,16 @@ class PrefillProgram:
             lanes = e.at(group, layout.queries, e.times(vector, 4 * LANES))
             whole = self._key_dim // (2 * LANES) * (2 * LANES)
             with e.loop(0, whole, 2 * LANES) as number:
-                columns = self._transposed([e.load(e.at(row, e.times(number, 2)), WORDS) for row in rows])
+                columns = self._e.transposed([e.load(e.at(row, e.times(number, 2)), WORDS) for row in rows])
                 for pair, column in enumerate(columns):
                     e.store(column, e.at(lanes, e.times(number, ROW // 2), pair * ROW))
             if whole < self._key_dim:
                 ends = [e.b.bitcast(e.load(e.at(row, 2 * whole), HALVES), ir.VectorType(I32, LANES // 2)) for row in rows]
-                columns = self._transposed([e.shuffle(each, each, range(LANES)) for each in ends])
+                columns = self._e.transposed([e.shuffle(each, each, range(LANES)) for each in ends])
                 for pair, column in enumerate(columns[: LANES // 2]):
                     e.store(column, e.at(lanes, (whole // 2 + pair) * ROW))
         with e.loop(0, self._value_dim * VECTORS) as vector:
             e.store(e.number(0.0, VECTOR), e.at(group, layout.out), vector)
-
-    def _transposed(self, rows: list[ir.Value]) -> list[ir.Value]:
-        """LANES vectors, lane i of the j-th → lane j of the i-th: blocks beside the diagonal change places, four times."""
-        e = self._e
-        for distance in (8, 4, 2, 1):
-            low = [lane & distance == 0 for lane in range(LANES)]
-            upper = [lane if low[lane] else LANES + lane - distance for lane in range(LANES)]
-            lower = [lane + distance if low[lane] else LANES + lane for lane in range(LANES)]
-            pairs = {i: (rows[i], rows[i + distance]) for i in range(LANES) if low[i]}
-            for i, (x, y) in pairs.items():
-                rows[i], rows[i + distance] = e.shuffle(x, y, upper), e.shuffle(x, y, lower)
-        return rows
 
     # -- keys
 
@@ -213,7 +201,7 @@ class PrefillProgram:
             with e.loop(0, self._value_dim, LANES) as first:
                 at = e.at(group, layout.out, e.times(first, ROW), e.times(vector, 4 * LANES))
                 columns = [e.b.fmul(e.load(e.at(at, i * ROW)), factor) for i in range(LANES)]
-                for lane, row in enumerate(self._transposed(columns)):
+                for lane, row in enumerate(self._e.transposed(columns)):
                     with e.b.if_then(e.b.icmp_signed("<", e.integer(lane), lanes)):
                         place = e.times(e.load(places, I64, lane), self._value_dim)
                         e.store(row, e.at(self._call["out"], e.times(e.at(place, first), 4)))

@@ -129,6 +129,18 @@ class Emitter:
             distance //= 2
         return vectors[0]
 
+    def transposed(self, vectors: Sequence[ir.Value]) -> list[ir.Value]:
+        """Lane i of the j-th of LANES vectors → lane j of the i-th: blocks beside the diagonal change places, four times."""
+        rows = list(vectors)
+        for distance in (8, 4, 2, 1):
+            low = [lane & distance == 0 for lane in range(LANES)]
+            upper = [lane if low[lane] else LANES + lane - distance for lane in range(LANES)]
+            lower = [lane + distance if low[lane] else LANES + lane for lane in range(LANES)]
+            for i in (lane for lane in range(LANES) if low[lane]):
+                x, y = rows[i], rows[i + distance]
+                rows[i], rows[i + distance] = self.shuffle(x, y, upper), self.shuffle(x, y, lower)
+        return rows
+
     # -- memory
 
     def fields(self, record: "np.dtype[np.void]") -> dict[str, ir.Value]:
@@ -201,6 +213,10 @@ class Emitter:
         place = self._variables.alloca(initial.type)
         self.b.store(initial, place)
         return place
+
+    def array(self, vectors: int) -> ir.Value:
+        """Address of memory for so many vectors, which holds anything."""
+        return self._variables.ptrtoint(self._variables.alloca(ir.ArrayType(VECTOR, vectors)), I64)
 
     def get(self, variable: ir.Value) -> ir.Value:
         """Its present value."""

@@ -26,3 +26,10 @@ def exponential(e: Emitter, x: ir.Value) -> ir.Value:
     bits = (ir.Constant(words, [c] * LANES if kind == VECTOR else c) for c in (127, 23))
     power = e.b.shl(e.b.add(e.b.fptosi(n, words), next(bits)), next(bits))
     return e.b.fmul(p, e.b.bitcast(power, kind))
+
+
+def sigmoid(e: Emitter, x: ir.Value) -> ir.Value:
+    """1 / (1 + exp(−x)) of a vector; NaN of NaN."""
+    one = e.number(1.0, VECTOR)
+    power = exponential(e, e.b.fneg(e.intrinsic("fabs", x)))
+    return e.b.fdiv(e.b.select(e.b.fcmp_ordered("<", x, e.number(0.0, VECTOR)), power, one), e.b.fadd(one, power))

@@ -8,8 +8,9 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 
-Run = Callable[[int, int, int], object]
-"""(address of a C function of one address, that address, threads): calls it on each of at most so many threads at a time."""
+Run = Callable[[int, int | bytes, int], object]
+"""(address of a C function of one address, that address or what lies there, threads): calls it on each of at most so many
+threads at a time."""
 
 
 @cache
@@ -25,6 +26,6 @@ def parallel() -> Run | None:
     return lambda function, argument, threads: run(function, argument, threads, 0)
 
 
-def serial(function: int, argument: int, threads: int) -> None:
+def serial(function: int, argument: int | bytes, threads: int) -> None:
     """A `Run` of one thread, whatever is asked for."""
     ctypes.CFUNCTYPE(None, ctypes.c_void_p)(function)(argument)

@@ -40,7 +40,7 @@ class _Way:
     """What one rank computes of a pass, and with whom it completes that."""
 
     layers: tuple[LayerMatrices, ...]
-    head: tuple[Linear, ...]
+    head: Linear
     qkv_group: Group | None
     """Over whose members the rows of [q‖k‖v] are cut; None: over nobody's."""
     sum_group: Group | None
@@ -90,7 +90,7 @@ class DecoderModel:
                 spans.append((first + start, first + stop))
         return _Way(
             layers=tuple(layer.parts[part] for layer in self._weights.layers),
-            head=(self._weights.head.parts[part],),
+            head=self._weights.head.parts[part],
             qkv_group=groups.pcp,
             sum_group=groups.wide,
             vocabulary=tuple(spans),
@@ -110,21 +110,16 @@ class DecoderModel:
             heads = self._qkv(self._norm(x, layer.input_norm), matrices.qkv, way.qkv_group)
             q, k, v = self._operations.turn(heads, self._num_q, cos, sin, layer.head_norm, eps)
             attended = attend(index, q, k, v).flatten(1)
-            total = _carried(x, way.sum_group)
-            for matrix, (first, last) in zip(matrices.output, matrices.output_columns, strict=True):
-                total = _added(matrix, attended[:, first:last], total)
-            x = _completed(total, way.sum_group)
-            normed = self._norm(x, layer.ffn_norm)
-            total = _carried(x, way.sum_group)
-            for columns in matrices.ffn:
-                total = _added(columns.down, columns.up.times(normed, columns.gate.silu(normed)), total)
-            x = _completed(total, way.sum_group)
+            first, last = matrices.output_columns
+            x = _added(matrices.output, attended[:, first:last], x, way.sum_group)
+            hidden = matrices.ffn.gated(self._norm(x, layer.ffn_norm))
+            x = _added(matrices.ffn.down, hidden, x, way.sum_group)
         return self._norm(x, self._weights.final_norm)
 
     def logits(self, hidden: Tensor, split: bool = False) -> Tensor:
         """[R, H] → [R, vocabulary] fp32, bit-identical on all members; split: a collective of all replicas."""
         way = self._way(split)
-        local = _side_by_side([matrix(hidden) for matrix in way.head])
+        local = way.head(hidden)
         if way.sum_group is None:
             return local.float()
         return gathered(local, [last - first for first, last in way.vocabulary], way.sum_group).float()
@@ -140,9 +135,9 @@ class DecoderModel:
         """Each replica has the whole embedding and a look-up costs nothing, so this is never split."""
         return embed(self._weights.embedding, token_ids, self._vocabulary[self._tp.index], self._tp)
 
-    def _qkv(self, x: Tensor, matrices: tuple[Linear, ...], group: Group | None) -> Tensor:
+    def _qkv(self, x: Tensor, matrix: Linear, group: Group | None) -> Tensor:
         """[T, hq + 2·hk, D]."""
-        local = _side_by_side([matrix(x) for matrix in matrices])
+        local = matrix(x)
         heads, head_dim = self._num_q + 2 * self._num_kv, self._shape.head_dim
         if group is not None:
             widths = [last - first for first, last in (cut(heads * head_dim, group.size, i) for i in range(group.size))]
@@ -153,19 +148,8 @@ class DecoderModel:
         return self._operations.rms_norm(x, weight, self._shape.rms_norm_eps)
 
 
-def _carried(x: Tensor, group: Group | None) -> Tensor | None:
-    """The residual stream, where it is to be added to a member's part of a sum: on one member only."""
-    return x if group is None or group.index == 0 else None
-
-
-def _added(matrix: Linear, x: Tensor, total: Tensor | None) -> Tensor:
-    return matrix(x) if total is None else matrix.plus(x, total)
-
-
-def _completed(total: Tensor | None, group: Group | None) -> Tensor:
-    assert total is not None, "a layer has matrices"
-    return total if group is None else group.all_reduce(total)
-
-
-def _side_by_side(outputs: list[Tensor]) -> Tensor:
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
+def _added(matrix: Linear, y: Tensor, x: Tensor, group: Group | None) -> Tensor:
+    """x + y·Wᵀ; of a group, members hold W by columns, and one of them adds the residual stream x."""
+    if group is None:
+        return matrix.plus(y, x)
+    return group.all_reduce(matrix.plus(y, x) if group.index == 0 else matrix(y))

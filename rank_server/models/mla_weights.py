@@ -8,7 +8,7 @@ from torch import Tensor
 
 from cp_layout.model_shape import ModelShape, MoeShape
 from rank_server.attention.latent import UpProjection
-from rank_server.models.linear import DenseLinear, Linear, portions
+from rank_server.models.linear import Linear, gated, linear
 from rank_server.models.moe import Ffn, Mixture, Router
 
 
@@ -52,7 +52,7 @@ class MlaWeights:
         embedding = weights.pop("model.embed_tokens.weight")
         return cls(
             embedding=embedding,
-            head=DenseLinear(embedding) if shape.tie_embeddings else _linear(weights.pop("lm_head.weight")),
+            head=linear(embedding if shape.tie_embeddings else weights.pop("lm_head.weight")),
             final_norm=weights.pop("model.norm.weight"),
             layers=tuple(_layer(shape, weights, layer) for layer in range(shape.num_layers)),
             nbytes=nbytes,
@@ -70,12 +70,12 @@ def _layer(shape: ModelShape, weights: MutableMapping[str, Tensor], layer: int) 
     mixture = shape.moe if shape.is_mixture(layer) else None
     return MlaLayer(
         input_norm=take("input_layernorm"),
-        first=_linear(take("self_attn.qkv_proj")),
+        first=linear(take("self_attn.qkv_proj")),
         q_norm=take("self_attn.q_a_layernorm") if lora else None,
-        q_up=_linear(take("self_attn.q_b_proj")) if lora else None,
+        q_up=linear(take("self_attn.q_b_proj")) if lora else None,
         latent_norm=take("self_attn.kv_a_layernorm"),
         up=UpProjection(mla, take("self_attn.kv_b_proj").unflatten(0, (-1, mla.qk_nope_head_dim + mla.v_head_dim))),
-        output=_linear(take("self_attn.o_proj")),
+        output=linear(take("self_attn.o_proj")),
         ffn_norm=take("post_attention_layernorm"),
         ffn=_ffn(weights, f"{prefix}mlp.") if mixture is None else _mixture(mixture, weights, f"{prefix}mlp."),
     )
@@ -91,9 +91,5 @@ def _mixture(shape: MoeShape, weights: MutableMapping[str, Tensor], prefix: str)
 
 
 def _ffn(weights: MutableMapping[str, Tensor], prefix: str) -> Ffn:
-    gate, up = map(_linear, weights.pop(f"{prefix}gate_up_proj.weight").chunk(2))
-    return Ffn(gate, up, _linear(weights.pop(f"{prefix}down_proj.weight")))
-
-
-def _linear(weight: Tensor) -> Linear:
-    return portions(weight, None, "rows", 1).whole[0]
+    gate, up = weights.pop(f"{prefix}gate_up_proj.weight").chunk(2)
+    return Ffn(gated(gate, up), linear(weights.pop(f"{prefix}down_proj.weight")))

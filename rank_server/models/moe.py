@@ -8,20 +8,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from cp_layout.model_shape import MoeShape
-from rank_server.models.linear import Linear
+from rank_server.models.linear import Gated, Linear
 
 
 @dataclass(frozen=True, slots=True)
 class Ffn:
     """SiLU-gated FFN, or a member's columns of one."""
 
-    gate: Linear
-    up: Linear
+    gated: Gated
     down: Linear
 
     def __call__(self, x: Tensor) -> Tensor:
         """[T, H] → [T, H]; of a member's columns, its term of the sum over members."""
-        return self.down(self.up.times(x, self.gate.silu(x)))
+        return self.down(self.gated(x))
 
 
 @dataclass(frozen=True, slots=True)

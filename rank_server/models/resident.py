@@ -8,33 +8,27 @@ from torch import Tensor
 
 from cp_layout.cuts import cut
 from cp_layout.model_shape import ModelShape
-from rank_server.models.linear import Linear, Portions, portions
-
-TIED_COPY_BYTES = 64 << 20
-"""A tied head up to this size is packed, beside the embedding that is looked up row by row; a larger one is held once."""
+from rank_server.models.linear import Gated, Linear, Portions, gated, parts_of, portions
 
 
 @dataclass(frozen=True, slots=True)
 class FfnColumns:
     """A range of the FFN's columns: the same rows of gate and up, and those columns of down."""
 
-    gate: Linear
-    up: Linear
+    gated: Gated
     down: Linear
 
 
 @dataclass(frozen=True, slots=True)
 class LayerMatrices:
-    """Matrices of one layer, or one part of each. Where there are several of a kind, in order, they are parts of one."""
+    """Matrices of one layer, or one part of each."""
 
-    qkv: tuple[Linear, ...]
-    """Their outputs stand side by side: [q‖k‖v]."""
-    output: tuple[Linear, ...]
-    """Each for its columns; their results are added up."""
-    output_columns: tuple[tuple[int, int], ...]
-    """Which inputs each of `output` takes."""
-    ffn: tuple[FfnColumns, ...]
-    """Their results are added up."""
+    qkv: Linear
+    """Its output is [q‖k‖v], or those columns of it."""
+    output: Linear
+    output_columns: tuple[int, int]
+    """Which inputs it takes."""
+    ffn: FfnColumns
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +46,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights of one TP member; matrices can be used whole or by parts. Each is held once, but for a small tied head."""
+    """All weights of one TP member; matrices can be used whole or by parts, each is held once."""
 
     embedding: Tensor
     """[vocabulary of the member, H]."""
@@ -75,16 +69,13 @@ class DecoderWeights:
 
     @classmethod
     def of(cls, shape: ModelShape, weights: MutableMapping[str, Tensor], num_parts: int) -> "DecoderWeights":
-        """Takes over what `load_weights` gave, and empties it: a matrix is given up as soon as it has its new order."""
+        """Takes over what `load_weights` gave, and empties it."""
         nbytes = sum(tensor.nbytes for tensor in weights.values())
         embedding = weights.pop("model.embed_tokens.weight")
-        if not shape.tie_embeddings:
-            head = portions(weights.pop("lm_head.weight"), None, "rows", num_parts)
-        else:
-            head = portions(embedding, None, "rows", num_parts, in_place=embedding.nbytes > TIED_COPY_BYTES)
+        head = embedding if shape.tie_embeddings else weights.pop("lm_head.weight")
         return cls(
             embedding=embedding,
-            head=head,
+            head=portions(head, None, "rows", num_parts),
             final_norm=weights.pop("model.norm.weight"),
             layers=tuple(_layer(shape, weights, index, num_parts) for index in range(shape.num_layers)),
             nbytes=nbytes,
@@ -100,28 +91,20 @@ def _layer(shape: ModelShape, weights: MutableMapping[str, Tensor], index: int, 
     qkv = portions(
         take("self_attn.qkv_proj.weight"), take("self_attn.qkv_proj.bias") if shape.qkv_bias else None, "rows", num_parts
     )
-    output, output_columns = _by_columns(take("self_attn.o_proj.weight"), num_parts)
-    gate, up = (portions(half, None, "rows", num_parts) for half in take("mlp.gate_up_proj.weight").chunk(2))
-    down, _ = _by_columns(take("mlp.down_proj.weight"), num_parts)
-    ffn = tuple(map(FfnColumns, gate.parts, up.parts, down.parts))
-    whole_ffn = tuple(map(FfnColumns, gate.whole, up.whole, down.whole))
+    output_weight = take("self_attn.o_proj.weight")
+    output, width = portions(output_weight, None, "columns", num_parts), output_weight.shape[1]
+    halves = take("mlp.gate_up_proj.weight").chunk(2)
+    down = portions(take("mlp.down_proj.weight"), None, "columns", num_parts)
+    gates = map(gated, *(parts_of(half, "rows", num_parts) for half in halves))
     return LayerWeights(
         input_norm=take("input_layernorm.weight"),
         head_norm=(take("self_attn.q_norm.weight"), take("self_attn.k_norm.weight")) if shape.qk_norm else None,
         ffn_norm=take("post_attention_layernorm.weight"),
-        whole=LayerMatrices(
-            qkv=qkv.whole,
-            output=output.whole,
-            output_columns=output_columns if len(output.whole) > 1 else ((0, output_columns[-1][1]),),
-            ffn=whole_ffn,
-        ),
+        whole=LayerMatrices(qkv.whole, output.whole, (0, width), FfnColumns(gated(*halves), down.whole)),
         parts=tuple(
-            LayerMatrices((qkv.parts[part],), (output.parts[part],), (output_columns[part],), (ffn[part],))
-            for part in range(num_parts)
+            LayerMatrices(
+                qkv.parts[part], output.parts[part], cut(width, num_parts, part), FfnColumns(gate_up, down.parts[part])
+            )
+            for part, gate_up in enumerate(gates)
         ),
     )
-
-
-def _by_columns(weight: Tensor, num_parts: int) -> tuple[Portions, tuple[tuple[int, int], ...]]:
-    spans = tuple(cut(weight.shape[1], num_parts, part) for part in range(num_parts))
-    return portions(weight, None, "columns", num_parts), spans

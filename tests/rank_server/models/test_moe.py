@@ -8,7 +8,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Moe
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
 from cp_layout.model_shape import MoeShape
-from rank_server.models.linear import DenseLinear
+from rank_server.models.linear import gated, linear
 from rank_server.models.moe import Ffn, Mixture, Router
 
 HIDDEN, EXPERTS, WIDTH, SHARED = 16, 12, 5, 2
@@ -56,7 +56,7 @@ def reference(name: str) -> tuple[torch.nn.Module, MoeShape]:
 
 
 def ffn(gate: Tensor, up: Tensor, down: Tensor) -> Ffn:
-    return Ffn(DenseLinear(gate), DenseLinear(up), DenseLinear(down))
+    return Ffn(gated(gate, up), linear(down))
 
 
 def mixture(module: torch.nn.Module, shape: MoeShape, member: int = 0, tp: int = 1) -> Mixture:
