@@ -66,7 +66,7 @@ class Programs:
             program = self.many
             panels = -(-features // features_at_a_time(self.gated))
             chunk = max(FEW_ROWS, -(-rows // -(-ITEMS_PER_THREAD * threads // max(panels, 1))))
-            scratch = torch.empty(threads * scratch_bytes(self.gated, inputs), dtype=torch.uint8)
+            scratch = torch.empty(threads * scratch_bytes(self.gated, inputs), dtype=torch.uint8, device=x.device)
         argument = _PACK(
             x.data_ptr(),
             2 * x.stride(0),
