@@ -7,7 +7,6 @@ one sum over the members, so a pass costs 2·layers + 1 all-reduces, and logits 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from cp_layout.cuts import cut
