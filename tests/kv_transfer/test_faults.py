@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -11,91 +10,11 @@ import pytest
 from kv_transfer import framing
 from kv_transfer.pull import Limits, TransferFailed
 from kv_transfer.service import KvTransferServicer
-from kv_transfer.source import Source
 from tests.kv_transfer.cluster import SESSION, Sides, encode, side, sides
+from tests.kv_transfer.faults import Faulty, drop, duplicate, flip, lying_index, stale, truncate, wrong_index
 
 FAULTS = 1000
 FAULTS_PER_RUN = 20
-
-
-def flip(frame: bytes, rng: random.Random) -> list[bytes]:
-    """One bit, anywhere: tags, lengths, header, checksum or payload."""
-    damaged = bytearray(frame)
-    damaged[rng.randrange(len(frame))] ^= 1 << rng.randrange(8)
-    return [bytes(damaged)]
-
-
-def drop(frame: bytes, rng: random.Random) -> list[bytes]:
-    return []
-
-
-def duplicate(frame: bytes, rng: random.Random) -> list[bytes]:
-    return [frame] * rng.randint(2, 4)
-
-
-def truncate(frame: bytes, rng: random.Random) -> list[bytes]:
-    return [frame[: rng.randrange(len(frame))]]
-
-
-def wrong_index(frame: bytes, rng: random.Random) -> list[bytes]:
-    """A well-formed frame under another message's number, its checksum that of the true one."""
-    whole = framing.pb.FetchResponse.FromString(frame)
-    whole.header.message = rng.choice([whole.header.message + 1, 0, 7, 2**32 - 1])
-    return [whole.SerializeToString()]
-
-
-def lying_index(frame: bytes, rng: random.Random) -> list[bytes]:
-    """The same with a checksum that fits: the rows give it away."""
-    taken = framing.decode(frame)
-    header = taken.header
-    lie = framing.Header(header.stream, header.message + 1, header.first_row, header.num_rows)
-    return [encode(lie, bytes(taken.payload))]
-
-
-def stale(frame: bytes, rng: random.Random) -> list[bytes]:
-    """Intact, but of another session, attempt, epoch, generation, rank or range; the true one is lost."""
-    taken = framing.decode(frame)
-    stream = taken.header.stream._asdict()
-    stream[rng.choice(list(stream))] += 1
-    header = replace(taken.header, stream=framing.Stream(**stream))
-    return [encode(header, bytes(taken.payload))]
-
-
-KINDS: list[Callable[[bytes, random.Random], list[bytes]]] = [
-    flip,
-    drop,
-    duplicate,
-    truncate,
-    wrong_index,
-    lying_index,
-    stale,
-]
-
-
-class Faulty(KvTransferServicer):
-    """Spoils messages until `budget` is used up, and keeps some back to send them later, out of order."""
-
-    def __init__(self, source: Source, rng: random.Random, budget: list[int], done: dict[str, int]) -> None:
-        super().__init__(source)
-        self._rng = rng
-        self._budget = budget
-        self._done = done
-        self._kept: list[bytes] = []
-
-    async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
-        out = [frame]
-        if self._budget[0] > 0 and self._rng.random() < 0.3:
-            self._budget[0] -= 1
-            kind = self._rng.choice([*KINDS, None])
-            self._done[kind.__name__ if kind else "reorder"] = self._done.get(kind.__name__ if kind else "reorder", 0) + 1
-            if kind is None:
-                self._kept.append(frame)
-                return
-            out = kind(frame, self._rng)
-        for each in out:
-            await super().send(each, context)
-        if self._kept and self._rng.random() < 0.5:
-            await super().send(self._kept.pop(), context)
 
 
 def check_no_leaks(both: Sides) -> None:
