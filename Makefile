@@ -48,6 +48,7 @@ bench: $(VENV)/.installed-rank
 	$(BIN)/kvloom bench pd-waste
 	$(BIN)/kvloom bench collectives
 	$(BIN)/kvloom bench transfer
+	$(BIN)/kvloom bench second-token
 	$(BIN)/kvloom bench decode
 
 # Again only when pyproject.toml has changed.
