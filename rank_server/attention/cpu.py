@@ -22,10 +22,9 @@ class CpuKernels:
 
     def paged(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, batch: AttentionBatch, scale: float) -> tuple[Tensor, Tensor]:
         """See `Kernels`."""
-        programs = cpu_decode.suits(q, k_cache, v_cache), cpu_prefill.suits(q, k_cache, v_cache)
         by = self._sorted
-        if by is None or by.batch is not batch or by.programs != programs:
-            by = self._sorted = _Sorted.of(batch, programs)
+        if by is None or not by.serves(batch, q, k_cache, v_cache):
+            by = self._sorted = _Sorted.of(batch, q, k_cache, v_cache)
         if by.covered == q.shape[0]:
             out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
@@ -57,20 +56,27 @@ class _Sorted:
     """A batch by what its rows are attended with; the layers of a step share it."""
 
     batch: AttentionBatch
-    programs: tuple[bool, bool]
-    """Whether the program for few queries and the one for many can be used at all."""
     few: tuple[AttentionRow, ...]
     many: tuple[AttentionRow, ...]
     covered: int
     """Queries of these rows."""
     others: AttentionBatch
 
+    def serves(self, batch: AttentionBatch, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
+        """Whether the same programs can attend these queries of the same batch."""
+        return (
+            self.batch is batch
+            and (not self.few or cpu_decode.suits(q, k_cache, v_cache))
+            and (not self.many or cpu_prefill.suits(q, k_cache, v_cache))
+        )
+
     @classmethod
-    def of(cls, batch: AttentionBatch, programs: tuple[bool, bool]) -> "_Sorted":
+    def of(cls, batch: AttentionBatch, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> "_Sorted":
+        programs = cpu_decode.suits(q, k_cache, v_cache), cpu_prefill.suits(q, k_cache, v_cache)
         few: list[AttentionRow] = []
         many: list[AttentionRow] = []
         others: list[AttentionRow] = []
         for row in batch.rows:
             (few if programs[0] and cpu_decode.few(row) else many if programs[1] else others).append(row)
         covered = sum(row.q_len for row in few + many)
-        return cls(batch, programs, tuple(few), tuple(many), covered, replace(batch, rows=tuple(others)))
+        return cls(batch, tuple(few), tuple(many), covered, replace(batch, rows=tuple(others)))

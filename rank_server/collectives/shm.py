@@ -12,7 +12,7 @@ lock is free) or closed the group ends the wait at once, a frozen one ends it at
 import ctypes
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -183,10 +183,11 @@ def _address(x: Tensor) -> int:
     return x.data_ptr()
 
 
-def _pieces(total: int, piece: int) -> Iterator[tuple[int, int]]:
+def _pieces(total: int, piece: int) -> Sequence[tuple[int, int]]:
     """[start, stop) of each piece; one empty piece for nothing, since members meet in every operation."""
-    for start in range(0, max(total, 1), piece):
-        yield start, min(start + piece, total)
+    if total <= piece:
+        return ((0, total),)
+    return [(start, min(start + piece, total)) for start in range(0, total, piece)]
 
 
 def _call(code: int, total: int) -> str:

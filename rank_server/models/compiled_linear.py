@@ -108,13 +108,13 @@ class CompiledLinear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
-        if self.programs.serve(len(x)):
+        if self.programs.serve(x.shape[0]):
             return self.programs(x, self.weight, None, self.bias, None)
         return functional.linear(x, self.weight, self.bias)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """See `Linear`."""
-        if self.programs.serve(len(x)):
+        if self.programs.serve(x.shape[0]):
             return self.programs(x, self.weight, None, self.bias, other)
         return functional.linear(x, self.weight, self.bias).add_(other)
 
@@ -129,7 +129,7 @@ class CompiledGated:
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Gated`."""
-        if self.programs.serve(len(x)):
+        if self.programs.serve(x.shape[0]):
             return self.programs(x, self.up, self.gate, None, None)
         return functional.silu(functional.linear(x, self.gate), inplace=True).mul_(functional.linear(x, self.up))
 

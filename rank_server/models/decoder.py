@@ -42,6 +42,8 @@ class _Way:
     head: Linear
     qkv_group: Group | None
     """Over whose members the rows of [q‖k‖v] are cut; None: over nobody's."""
+    qkv_widths: list[int]
+    """How many of these rows each of them has."""
     sum_group: Group | None
     """Over whose members blocks are summed and the vocabulary of the head is cut; None: over nobody's."""
     vocabulary: tuple[tuple[int, int], ...]
@@ -64,11 +66,13 @@ class DecoderModel:
         self._num_q = last - first
         first, last = key_heads(shape, tp_group.size, tp_group.index)
         self._num_kv = last - first
+        self._qkv_width = (self._num_q + 2 * self._num_kv) * shape.head_dim
         self._vocabulary = tuple(vocabulary(shape, tp_group.size, member) for member in range(tp_group.size))
         self._whole = _Way(
             layers=tuple(layer.whole for layer in weights.layers),
             head=weights.head.whole,
             qkv_group=None,
+            qkv_widths=[self._qkv_width],
             sum_group=tp_group if tp_group.size > 1 else None,
             vocabulary=self._vocabulary,
         )
@@ -87,10 +91,12 @@ class DecoderModel:
             for index in range(groups.pcp.size):
                 start, stop = cut(last - first, groups.pcp.size, index)
                 spans.append((first + start, first + stop))
+        cuts = (cut(self._qkv_width, groups.pcp.size, index) for index in range(groups.pcp.size))
         return _Way(
             layers=tuple(layer.parts[part] for layer in self._weights.layers),
             head=self._weights.head.parts[part],
             qkv_group=groups.pcp,
+            qkv_widths=[last - first for first, last in cuts],
             sum_group=groups.wide,
             vocabulary=tuple(spans),
         )
@@ -106,7 +112,7 @@ class DecoderModel:
         cos, sin = self._rotary.at(positions, x.dtype)
         eps = self._shape.rms_norm_eps
         for index, (layer, matrices) in enumerate(zip(self._weights.layers, way.layers, strict=True)):
-            heads = self._qkv(self._norm(x, layer.input_norm), matrices.qkv, way.qkv_group)
+            heads = self._qkv(self._norm(x, layer.input_norm), matrices.qkv, way)
             q, k, v = self._operations.turn(heads, self._num_q, cos, sin, layer.head_norm, eps)
             attended = attend(index, q, k, v).flatten(1)
             first, last = matrices.output_columns
@@ -134,14 +140,12 @@ class DecoderModel:
         """Each replica has the whole embedding and a look-up costs nothing, so this is never split."""
         return embed(self._weights.embedding, token_ids, self._vocabulary[self._tp.index], self._tp)
 
-    def _qkv(self, x: Tensor, matrix: Linear, group: Group | None) -> Tensor:
+    def _qkv(self, x: Tensor, matrix: Linear, way: _Way) -> Tensor:
         """[T, hq + 2·hk, D]."""
         local = matrix(x)
-        heads, head_dim = self._num_q + 2 * self._num_kv, self._shape.head_dim
-        if group is not None:
-            widths = [last - first for first, last in (cut(heads * head_dim, group.size, i) for i in range(group.size))]
-            local = gathered(local, widths, group)
-        return local.view(len(local), heads, head_dim)
+        if way.qkv_group is not None:
+            local = gathered(local, way.qkv_widths, way.qkv_group)
+        return local.view(x.shape[0], self._num_q + 2 * self._num_kv, self._shape.head_dim)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._operations.rms_norm(x, weight, self._shape.rms_norm_eps)
