@@ -44,7 +44,7 @@ def _score(
     result: rank_pb2.StepResult,
 ) -> set[int]:
     """Adds scores and errors to the result; returns the handles that failed. The slices follow from the plan alone."""
-    indices = [row for each in batch.scores for row in range(each.first, each.first + len(each.token_ids))]
+    indices = [row for each in batch.scores for row in each.rows]
     rows = torch.tensor(indices, dtype=torch.int64, device=hidden.device)
     tokens = [token for each in batch.scores for token in each.token_ids]
     tops = [each.top for each in batch.scores for _ in each.token_ids]

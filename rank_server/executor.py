@@ -220,7 +220,7 @@ class Executor:
             return flow.attend(layer, q, *rows)
 
         split = plan.decode_mode == common_pb2.DECODE_MODE_SPLIT
-        hidden = model.forward(batch.token_ids, batch.positions, attend, split)
+        hidden = model.forward(batch.token_ids, batch.positions, attend, split, None if split else batch.answered)
         samples = self._samples and not (split and place.pcp_index > 0)
         logits_of = partial(model.logits, split=split)
         return answer(batch, hidden, logits_of, self._files.shape.vocab_size, samples, self._progress)

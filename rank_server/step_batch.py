@@ -36,6 +36,11 @@ class RowScores:
     top: int
     """Alternatives to report with each."""
 
+    @property
+    def rows(self) -> range:
+        """Rows of the flat batch, one per token."""
+        return range(self.first, self.first + len(self.token_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:
@@ -51,6 +56,8 @@ class StepBatch:
     draw_handles: tuple[int, ...]
     scores: tuple[RowScores, ...]
     """Prompt tokens that this replica scores."""
+    answered: Tensor | None
+    """[A] int64, ascending: the rows that draws or scores follow from; None: all rows."""
     any_draws: bool
     """Whether any replica draws."""
     most_scored: int
@@ -151,6 +158,7 @@ def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, share: Share, devic
             sample_rows.append(len(token_ids) - 1)
             draws.append(_row_sampling(row, sequences.get(row.handle)))
             draw_handles.append(row.handle)
+    answered = sorted({*sample_rows, *(row for each in scores for row in each.rows)})
     return StepBatch(
         token_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
         positions=torch.tensor(positions, dtype=torch.int64, device=device),
@@ -158,6 +166,7 @@ def build(plan: rank_pb2.StepPlan, sequences: SequenceTable, share: Share, devic
         draws=tuple(draws),
         draw_handles=tuple(draw_handles),
         scores=tuple(scores),
+        answered=None if len(answered) == len(token_ids) else torch.tensor(answered, dtype=torch.int64, device=device),
         any_draws=any(row.sample for row in plan.rows),
         most_scored=_most_scored(plan, share.answered) if any(row.score_token_ids for row in plan.rows) else 0,
     )

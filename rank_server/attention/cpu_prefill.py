@@ -80,7 +80,7 @@ class Items:
 @lru_cache(maxsize=64)
 def _one_row(tokens: int, kv_heads: int, share: int, threads: int) -> Items:
     """Queries over a single block of keys."""
-    return Items.of([AttentionRow(0, tokens, torch.zeros(1, dtype=torch.int64), 0, 0)], kv_heads, share, threads)
+    return Items.of([AttentionRow(0, tokens, torch.from_numpy(np.zeros(1, dtype=np.int64)), 0, 0)], kv_heads, share, threads)
 
 
 class CpuPrefill:
@@ -93,7 +93,7 @@ class CpuPrefill:
         self._team = parallel() is not None if use_threads is None else use_threads
         self._run = parallel() if self._team else serial
         self._prepared: _Prepared | None = None
-        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._scratch: Tensor | None = None
 
     def warm_up(self, share: int, key_dim: int, value_dim: int) -> None:
         """Compiles the program."""
@@ -126,7 +126,7 @@ class CpuPrefill:
         """(out [t, h, E], lse [t, h], fp32): as `partial.dense_partial`, such that `suits`, t ≥ 1, n ≥ 1, scale > 0."""
         tokens, heads, _ = q.shape
         num_keys, kv_heads, value_dim = v.shape
-        visible = torch.full((tokens,), num_keys) if seen is None else seen.contiguous()
+        visible = torch.full((tokens,), num_keys, device=q.device) if seen is None else seen.contiguous()
         items = _one_row(tokens, kv_heads, heads // kv_heads, self._threads())
         out = q.new_empty((tokens, heads, value_dim), dtype=torch.float32)
         lse = q.new_empty((tokens, heads), dtype=torch.float32)
@@ -152,8 +152,8 @@ class CpuPrefill:
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         threads, kv_heads = self._threads(), k.shape[-2]
         size = scratch_bytes(q.shape[2], v.shape[-1])
-        if len(self._scratch) < threads * size:
-            self._scratch = torch.empty(threads * size, dtype=torch.uint8)
+        if self._scratch is None or len(self._scratch) < threads * size:
+            self._scratch = torch.empty(threads * size, dtype=torch.uint8, device=q.device)
         argument = np.zeros((), dtype=ARGUMENT)
         for name, tensor in (("q", q), ("k", k), ("v", v)):
             argument[name] = tensor.data_ptr()

@@ -12,7 +12,7 @@ from torch import Tensor
 from cp_layout.cuts import cut
 from cp_layout.model_shape import ModelShape
 from rank_server.collectives.base import Group
-from rank_server.models.ends import embed, gathered
+from rank_server.models.ends import embed, gathered, in_rows
 from rank_server.models.linear import Linear
 from rank_server.models.operations import operations_for
 from rank_server.models.resident import DecoderWeights, LayerMatrices
@@ -101,11 +101,14 @@ class DecoderModel:
             vocabulary=tuple(spans),
         )
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, split: bool = False) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: Attend, split: bool = False, answered: Tensor | None = None
+    ) -> Tensor:
         """token_ids [T] and absolute positions [T], int64 → hidden states [T, H] after the final norm, equal on all members.
 
         Rows may belong to several requests: only `attend` relates rows to each other. split: the replicas, which must all be
-        given the same rows, share out the work; one more all-gather per layer, and ValueError without `SplitGroups`.
+        given the same rows, share out the work; one more all-gather per layer, and ValueError without `SplitGroups`. answered:
+        [A] int64 the rows that are wanted, the same on all members; others come back as zeros. None: all.
         """
         way = self._way(split)
         x = self._embed(token_ids)
@@ -115,11 +118,16 @@ class DecoderModel:
             heads = self._qkv(self._norm(x, layer.input_norm), matrices.qkv, way)
             q, k, v = self._operations.turn(heads, self._num_q, cos, sin, layer.head_norm, eps)
             attended = attend(index, q, k, v).flatten(1)
+            if answered is not None and index + 1 == len(way.layers):
+                if len(answered) == 0:
+                    return x.new_zeros(x.shape)
+                attended, x = attended[answered], x[answered]
             first, last = matrices.output_columns
             x = _added(matrices.output, attended[:, first:last], x, way.sum_group)
-            hidden = matrices.ffn.gated(self._norm(x, layer.ffn_norm))
-            x = _added(matrices.ffn.down, hidden, x, way.sum_group)
-        return self._norm(x, self._weights.final_norm)
+            normed = self._norm(x, layer.ffn_norm)
+            x = _added(matrices.ffn.down, matrices.ffn.gated(normed), x, way.sum_group)
+        hidden = self._norm(x, self._weights.final_norm)
+        return hidden if answered is None else in_rows(hidden, answered, len(token_ids))
 
     def logits(self, hidden: Tensor, split: bool = False) -> Tensor:
         """[R, H] → [R, vocabulary] fp32, bit-identical on all members; split: a collective of all replicas."""

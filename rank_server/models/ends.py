@@ -18,6 +18,11 @@ def embed(embedding: Tensor, token_ids: Tensor, span: tuple[int, int], tp_group:
     return tp_group.all_reduce(x)
 
 
+def in_rows(hidden: Tensor, rows: Tensor, count: int) -> Tensor:
+    """[A, H] of the given rows [A] → [count, H], zeros elsewhere."""
+    return hidden.new_zeros((count, hidden.shape[1])).index_copy_(0, rows, hidden)
+
+
 def gathered(local: Tensor, widths: list[int], group: Group) -> Tensor:
     """[T, widths[i]] of each member → [T, sum of widths]. Counts must be equal: all send as many columns as the widest has."""
     widest = max(widths)

@@ -12,7 +12,7 @@ from torch import Tensor
 from cp_layout.model_shape import MlaShape, ModelShape
 from rank_server.collectives.base import Group
 from rank_server.models.decoder import SplitGroups
-from rank_server.models.ends import embed, gathered
+from rank_server.models.ends import embed, gathered, in_rows
 from rank_server.models.mla_weights import MlaLayer, MlaWeights
 from rank_server.models.operations import operations_for
 from rank_server.models.rotary import Rotary, rotate, rotate_pairs
@@ -43,10 +43,13 @@ class MlaModel:
         self._heads = last - first
         self._vocabulary = [vocabulary(shape, tp_group.size, member) for member in range(tp_group.size)]
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: LatentAttend, split: bool = False) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, positions: Tensor, attend: LatentAttend, split: bool = False, answered: Tensor | None = None
+    ) -> Tensor:
         """token_ids [T] and absolute positions [T], int64 → hidden states [T, H] after the final norm, equal on all members.
 
-        Rows may belong to several requests: only `attend` relates rows to each other. ValueError for a split pass.
+        Rows may belong to several requests: only `attend` relates rows to each other. ValueError for a split pass. answered:
+        see `DecoderModel.forward`.
         """
         if split:
             raise ValueError("a pass of a model with latent attention can't be split")
@@ -55,9 +58,14 @@ class MlaModel:
         for index, layer in enumerate(self.weights.layers):
             q, latents = self._project(layer, self._norm(x, layer.input_norm), cos, sin)
             attended = attend(index, q, latents.unsqueeze(1))
+            if answered is not None and index + 1 == len(self.weights.layers):
+                if len(answered) == 0:
+                    return x.new_zeros(x.shape)
+                attended, x = attended[answered], x[answered]
             x = x + self._sum(layer.output(attended.flatten(1)))
             x = x + self._sum(layer.ffn(self._norm(x, layer.ffn_norm)))
-        return self._norm(x, self.weights.final_norm)
+        hidden = self._norm(x, self.weights.final_norm)
+        return hidden if answered is None else in_rows(hidden, answered, len(token_ids))
 
     def logits(self, hidden: Tensor, split: bool = False) -> Tensor:
         """[R, H] → [R, vocabulary] fp32, bit-identical on all members."""

@@ -57,10 +57,12 @@ def test_chunk_then_decode_slots_and_visible_lengths(member):
     assert attention.slots.tolist() == [[28, 29, -1, -1], [-1, -1, 36, 37]][member]
     assert attention.visible.tolist() == [[1, 2, 2, 2], [0, 0, 1, 2]][member]
     assert batch.positions.tolist() == [0, 1, 2, 3]
+    assert batch.answered.tolist() == []
     batch, attention = run(plan_with(row(1, 4, [14], sample=True, output_index=3)), table, member)
     assert attention.slots.tolist() == [[30], [-1]][member]
     assert attention.visible.tolist() == [[3], [2]][member]
     assert batch.sample_rows.tolist() == [0]
+    assert batch.answered is None
     assert batch.draws[0].output_index == 3
 
 
@@ -84,6 +86,7 @@ def test_rows_of_several_requests_lie_one_after_the_other():
     )
     assert [(r.q_start, r.q_len, r.first_visible, r.local_len) for r in attention.rows] == [(0, 3, 1, 2), (3, 2, 3, 4)]
     assert batch.sample_rows.tolist() == [2, 4]
+    assert batch.answered.tolist() == [2, 4]
     assert batch.draw_handles == (1, 2)
 
 
@@ -188,6 +191,8 @@ def test_scored_tokens_find_the_row_before_them(start, count, first):
     batch, _ = run(plan_with(row(1, 0, [5, 6, 7], [[0], [0]], **scored), admitted={1: {"sampling": sampling}}), table, 0)
     assert batch.scores == (RowScores(handle=1, start=start, first=first, token_ids=(7,) * count, top=4),)
     assert batch.most_scored == count
+    assert [*batch.scores[0].rows] == [*range(first, first + count)]
+    assert (batch.answered is None) is (count == 3) and (count == 3 or batch.answered.tolist() == [first])
 
 
 @pytest.mark.parametrize(("start", "count"), [(0, 1), (1, 4), (4, 1)])

@@ -97,6 +97,26 @@ def test_rows_of_several_requests_in_one_batch_do_not_touch(tiny):
     assert torch.allclose(logits[1::2], whole_prompt(model, second), atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("answered", [[], [8], [0, 3, 4]])
+def test_rows_that_nobody_asks_for_are_left_out_at_the_end(tiny, tp, answered):
+    """What the cache gets of them is complete: a later row attends to all."""
+    path, ids = tiny(), torch.tensor(prompt_of(10))
+
+    def hidden_of(llama: DecoderModel, group: object) -> tuple[torch.Tensor, torch.Tensor]:
+        attend = DenseAttention()
+        some = llama.forward(ids[:9], torch.arange(9), attend, answered=torch.tensor(answered, dtype=torch.int64))
+        return some, llama.forward(ids[9:], torch.arange(9, 10), attend)
+
+    def whole(llama: DecoderModel, group: object) -> torch.Tensor:
+        return llama.forward(ids, torch.arange(10), DenseAttention())
+
+    for (some, after), wanted in zip(on_members(path, tp, hidden_of), on_members(path, tp, whole), strict=True):
+        assert torch.allclose(after, wanted[9:], atol=TOLERANCE)
+        assert torch.allclose(some[answered], wanted[answered], atol=TOLERANCE)
+        assert int(some.any(1).sum()) == len(answered)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("start", [0, 1000, 1_000_000])
 def test_rotary_angles_equal_transformers_at_any_position(tiny, start):

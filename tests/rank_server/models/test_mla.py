@@ -45,6 +45,20 @@ def whole_prompt(path: Path) -> Callable[[MlaModel], Tensor]:
     return logits
 
 
+@pytest.mark.parametrize("answered", [[], [len(IDS) - 1], [0, 5]])
+def test_rows_that_nobody_asks_for_are_left_out_at_the_end(tiny, answered):
+    path = tiny(**MODELS[next(iter(MODELS))])
+
+    def some(model: MlaModel, group: object) -> Tensor:
+        attend = DenseLatentAttention(open_model(path).shape.score_scale, up_projections(model.weights))
+        rows = torch.tensor(answered, dtype=torch.int64)
+        return model.logits(model.forward(torch.tensor(IDS), torch.arange(len(IDS)), attend, answered=rows))
+
+    (found,), (wanted,) = on_members(path, 1, some), on_members(path, 1, lambda model, group: whole_prompt(path)(model))
+    assert torch.allclose(found[answered], wanted[answered], atol=TOLERANCE)
+    assert int(found.any(1).sum()) == len(answered)
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(tiny, name, tp):
