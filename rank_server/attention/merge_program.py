@@ -35,7 +35,8 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tensor, Tensor
             return None
         at = outs.data_ptr() + 4 * index * outs.stride(0) if isinstance(outs, Tensor) else first.data_ptr()
         places += (at, 4 * step, lses.data_ptr() + 4 * index * lses.stride(0), 4 * lse_step)
-    out, lse = torch.empty((*rows, width), dtype=torch.float32), torch.empty(rows, dtype=torch.float32)
+    out = torch.empty((*rows, width), dtype=torch.float32, device=lses.device)
+    lse = torch.empty(rows, dtype=torch.float32, device=lses.device)
     program()(lse.numel(), width, len(lses), out.data_ptr(), lse.data_ptr(), *places)
     return out, lse
 

@@ -21,7 +21,7 @@ def total(parts: Tensor) -> Tensor | None:
     size = parts[0].numel()
     if parts.dtype != torch.bfloat16 or size % LANES or not parts.is_contiguous():
         return None
-    out = torch.empty(parts.shape[1:], dtype=parts.dtype)
+    out = torch.empty(parts.shape[1:], dtype=parts.dtype, device=parts.device)
     program()(-(-size // PIECE), parts.data_ptr(), out.data_ptr(), size, len(parts))
     return out
 

@@ -19,7 +19,7 @@ class CompiledOperations:
         """See `Operations`; x of any row stride."""
         if x.dim() != 2 or x.shape[1] % LANES or x.stride(1) != 1:
             return self._torch.rms_norm(x, weight, eps)
-        out = torch.empty(x.shape, dtype=x.dtype)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
         rows, width = x.shape
         row_programs.rms_norm(eps)(rows, x.data_ptr(), x.stride(0) * x.itemsize, weight.data_ptr(), out.data_ptr(), width)
         return out
