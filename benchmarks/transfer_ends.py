@@ -5,6 +5,7 @@ Each exists twice: as gRPC leaves a process, and as a rank that transfers KV set
 
 import asyncio
 import json
+import mmap
 import sys
 import time
 from argparse import Namespace
@@ -67,12 +68,14 @@ def pattern(args: Namespace, tokens: Bytes | Int64s) -> Bytes:
     return ((tokens * 7 + np.arange(args.planes)[:, None] * 13) % 251).astype(np.uint8)
 
 
-def store_of(args: Namespace, tokens: int) -> tuple[ArrayStore, Bytes]:
-    """A pool of as many token slots, and the same as rows [planes, slots, bytes]; its pages are in memory. Only ends that say
-    they are on one host share it."""
+def store_of(args: Namespace, tokens: int, offered: bool) -> tuple[ArrayStore, Bytes]:
+    """A pool of as many token slots, and the same as rows [planes, slots, bytes]; its pages are in memory. offered: to other
+    processes, as ranks do that compute prompts; only ends that say they are on one host share it."""
     shape = (args.planes, tokens // args.block_size, args.block_size, args.kv_heads, args.head_bytes)
-    shared = SharedPool(prod(shape))
-    data = shared.data.reshape(shape)
+    shared = SharedPool(prod(shape)) if offered else None
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    memory = np.frombuffer(mmap.mmap(-1, prod(shape), flags=private), np.uint8) if shared is None else shared.data
+    data = memory.reshape(shape)
     data.fill(255)
     return ArrayStore(data, shared), data.reshape(args.planes, tokens, -1)
 
@@ -80,7 +83,7 @@ def store_of(args: Namespace, tokens: int) -> tuple[ArrayStore, Bytes]:
 def sources_of(args: Namespace) -> dict[str, Source]:
     """The source rank of every way, all over one pool, with a lease per repetition."""
     length = tokens_of(args)
-    store, rows = store_of(args, length)
+    store, rows = store_of(args, length, offered=True)
     rows[:] = pattern(args, np.arange(length))[..., None]
     generations = Generations(store.geometry.num_blocks)
     sources = {}
@@ -158,7 +161,7 @@ class Receiver:
         self._args = args
         target = side_of(args, SHARDS, 1 if way == "single" else args.block_size)
         length = tokens_of(args)
-        store, self._rows = store_of(args, length // SHARDS)
+        store, self._rows = store_of(args, length // SHARDS, offered=False)
         generations = Generations(store.geometry.num_blocks)
         place = Place(target, 0, "target", host_identity() if way == "shared" else "")
         facts = facts_of(place, store.geometry, "bench", "bytes")

@@ -194,14 +194,10 @@ class LinkPull:
         """One call: takes what comes until the source ends it; raises `KvloomError` when it ends badly or stands still."""
         call, idle_s = self._fetch_method(request, timeout=self._limits.deadline_s), self._limits.idle_s
         now = asyncio.get_running_loop().time
-        reading = asyncio.ensure_future(call.read())
         try:
             async with asyncio.timeout(idle_s) as patience:
-                while (data := await reading) is not grpc.aio.EOF:
-                    # The next message comes in while this one is written.
-                    reading = asyncio.ensure_future(call.read())
+                while (data := await call.read()) is not grpc.aio.EOF:
                     patience.reschedule(now() + idle_s)
-                    await asyncio.sleep(0)
                     try:
                         incoming.take(decode(data))
                     except Corrupted:
@@ -211,9 +207,7 @@ class LinkPull:
         except grpc.aio.AioRpcError as error:
             raise errors.from_rpc_error(error) from error
         finally:
-            reading.cancel()
             call.cancel()
-            await asyncio.wait([reading])
 
     async def _renew(self, lease_s: float) -> None:
         """Prolongs the lease until cancelled, or until the source no longer grants it: then the fetch fails by itself."""
