@@ -51,11 +51,11 @@ class Programs:
         """Whether there is a program for so many rows."""
         return rows <= FEW_ROWS or self.many is not None
 
-    def __call__(self, x: Tensor, weight: Tensor, gate: Tensor | None, bias: Tensor | None, other: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, matrix: "Matrix", other: Tensor | None) -> Tensor:
         """The product of x [T, K] as `ProductProgram` says, [T, N]; ValueError for an x of another width or dtype."""
-        (rows, width), (features, inputs) = x.shape, weight.shape
-        if width != inputs or x.dtype != weight.dtype:
-            raise ValueError(f"{x.dtype} rows of {width} numbers for a {weight.dtype} matrix of {features} × {inputs}")
+        (rows, width), features, inputs = x.shape, matrix.features, matrix.inputs
+        if width != inputs or x.dtype != torch.bfloat16:
+            raise ValueError(f"{x.dtype} rows of {width} numbers for a bfloat16 matrix of {features} × {inputs}")
         x, other = _with_plain_rows(x), None if other is None else _with_plain_rows(other)
         out = x.new_empty(rows, features)
         threads, chunk, scratch = torch.get_num_threads(), rows, None
@@ -68,23 +68,35 @@ class Programs:
             chunk = max(FEW_ROWS, -(-rows // -(-ITEMS_PER_THREAD * threads // max(panels, 1))))
             scratch = torch.empty(threads * scratch_bytes(self.gated, inputs), dtype=torch.uint8, device=x.device)
         argument = _PACK(
+            *matrix.record,
             x.data_ptr(),
             2 * x.stride(0),
-            weight.data_ptr(),
-            2 * weight.stride(0),
-            *((0, 0) if gate is None else (gate.data_ptr(), 2 * gate.stride(0))),
-            0 if bias is None else bias.data_ptr(),
             *((0, 0) if other is None else (other.data_ptr(), 2 * other.stride(0))),
             out.data_ptr(),
-            2 * out.stride(0),
             rows,
-            features,
-            inputs,
             0 if scratch is None else scratch.data_ptr(),
             chunk,
         )
         self.run(program.address, argument, threads)
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class Matrix:
+    """The weights of a product as its programs are given them."""
+
+    features: int
+    inputs: int
+    record: tuple[int, ...]
+    """The first fields of `ARGUMENT`. They hold addresses: who has this has the tensors too."""
+
+    @classmethod
+    def of(cls, weight: Tensor, gate: Tensor | None = None, bias: Tensor | None = None) -> "Matrix":
+        """Of W [N, K], a gate alike or none, and a bias [N] or none."""
+        gates = (0, 0) if gate is None else (gate.data_ptr(), 2 * gate.stride(0))
+        numbers = (weight.data_ptr(), 2 * weight.stride(0), *gates, 0 if bias is None else bias.data_ptr())
+        features, inputs = weight.shape
+        return cls(features, inputs, (*numbers, features, inputs))
 
 
 @cache
@@ -105,17 +117,23 @@ class CompiledLinear:
     weight: Tensor
     bias: Tensor | None
     programs: Programs
+    matrix: Matrix
+
+    @classmethod
+    def of(cls, weight: Tensor, bias: Tensor | None, programs: Programs) -> "CompiledLinear":
+        """Holds the tensors as they are."""
+        return cls(weight, bias, programs, Matrix.of(weight, bias=bias))
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Linear`."""
         if self.programs.serve(x.shape[0]):
-            return self.programs(x, self.weight, None, self.bias, None)
+            return self.programs(x, self.matrix, None)
         return functional.linear(x, self.weight, self.bias)
 
     def plus(self, x: Tensor, other: Tensor) -> Tensor:
         """See `Linear`."""
         if self.programs.serve(x.shape[0]):
-            return self.programs(x, self.weight, None, self.bias, other)
+            return self.programs(x, self.matrix, other)
         return functional.linear(x, self.weight, self.bias).add_(other)
 
 
@@ -126,11 +144,17 @@ class CompiledGated:
     gate: Tensor
     up: Tensor
     programs: Programs
+    matrix: Matrix
+
+    @classmethod
+    def of(cls, gate: Tensor, up: Tensor, programs: Programs) -> "CompiledGated":
+        """Holds the tensors as they are."""
+        return cls(gate, up, programs, Matrix.of(up, gate=gate))
 
     def __call__(self, x: Tensor) -> Tensor:
         """See `Gated`."""
         if self.programs.serve(x.shape[0]):
-            return self.programs(x, self.up, self.gate, None, None)
+            return self.programs(x, self.matrix, None)
         return functional.silu(functional.linear(x, self.gate), inplace=True).mul_(functional.linear(x, self.up))
 
 

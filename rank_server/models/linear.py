@@ -67,12 +67,12 @@ class DenseGated:
 
 def linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     """The matrix with the products that suit its dtype and device; holds the tensors as they are."""
-    return CompiledLinear(weight, bias, programs(False)) if suits(weight) else DenseLinear(weight, bias)
+    return CompiledLinear.of(weight, bias, programs(False)) if suits(weight) else DenseLinear(weight, bias)
 
 
 def gated(gate: Tensor, up: Tensor) -> Gated:
     """The same of a gate and its matrix."""
-    return CompiledGated(gate, up, programs(True)) if suits(gate) and suits(up) else DenseGated(gate, up)
+    return CompiledGated.of(gate, up, programs(True)) if suits(gate) and suits(up) else DenseGated(gate, up)
 
 
 def parts_of(weight: Tensor, axis: Axis, num_parts: int) -> Sequence[Tensor]:

@@ -8,22 +8,21 @@ from rank_server.compiled.exponential import sigmoid
 
 ARGUMENT = np.dtype(
     [
-        ("x", np.int64),  # address of bf16 [T, K]; of this and what follows, rows are consecutive numbers
-        ("x_stride", np.int64),  # of a row, in bytes
-        ("weight", np.int64),  # address of bf16 [N, K]
-        ("weight_stride", np.int64),
+        ("weight", np.int64),  # address of bf16 [N, K]; of this and what follows, rows are consecutive numbers
+        ("weight_stride", np.int64),  # of a row, in bytes
         ("gate", np.int64),  # the same of a gate, in programs for one
         ("gate_stride", np.int64),
         ("bias", np.int64),  # address of bf16 [N]; 0: there is none
-        ("other", np.int64),  # address of bf16 [T, N] that is added; 0: there is none
-        ("other_stride", np.int64),
-        ("out", np.int64),  # address of bf16 [T, N]
-        ("out_stride", np.int64),
-        ("rows", np.int64),  # T
         ("features", np.int64),  # N
         ("inputs", np.int64),  # K
-        ("scratch", np.int64),  # address of `PanelProgram.scratch_bytes` for each thread
-        ("chunk", np.int64),  # rows of x that a thread takes at a time, in a `PanelProgram`
+        ("x", np.int64),  # address of bf16 [T, K]
+        ("x_stride", np.int64),
+        ("other", np.int64),  # address of bf16 [T, N] that is added; 0: there is none
+        ("other_stride", np.int64),
+        ("out", np.int64),  # address of bf16 [T, N], contiguous
+        ("rows", np.int64),  # T
+        ("scratch", np.int64),  # of a `PanelProgram`: address of `scratch_bytes` for each thread
+        ("chunk", np.int64),  # of a `PanelProgram`: rows of x that a thread takes at a time
     ]
 )
 """What a program is given the address of."""
@@ -84,5 +83,5 @@ class ProductProgram:
                 with e.b.if_then(e.b.icmp_signed("!=", self._call[name], e.integer(0))):
                     more = e.load_first(count, e.at(self._call[name], *terms, e.times(first, 2)), HALVES)
                     e.set(total, e.b.fadd(e.get(total), e.widened(more)))
-        out = e.at(self._call["out"], e.times(row, self._call["out_stride"]), e.times(first, 2))
+        out = e.at(self._call["out"], e.times(e.at(e.times(row, self._call["features"]), first), 2))
         e.store_first(count, e.rounded(e.get(total)), out)

@@ -61,14 +61,14 @@ def test_compiled_products_and_what_is_fused_with_them(kind, rows, n, k):
     # Without products of bf16, many rows go torch's way, which rounds what it adds to.
     roundings = 2 if rows > FEW_ROWS and kind == "fp32" else 0
     exact, size = product(x, weight)
-    plain, biased = (CompiledLinear(weight, each, programs(kind, False)) for each in (None, bias))
+    plain, biased = (CompiledLinear.of(weight, each, programs(kind, False)) for each in (None, bias))
     near(plain(x), exact, size)
     near(biased(x), exact + bias.double(), size + bias.double().abs())
     near(plain.plus(x, other), exact + other.double(), size + other.double().abs(), roundings)
     both = bias.double() + other.double()
     near(biased.plus(x, other), exact + both, size + bias.double().abs() + other.double().abs(), roundings)
     gates, size_of_gates = product(x, gate)
-    fused = CompiledGated(gate, weight, programs(kind, True))(x)
+    fused = CompiledGated.of(gate, weight, programs(kind, True))(x)
     near(fused, functional.silu(gates) * exact, (1 + size_of_gates) * (1 + size), roundings)
     assert torch.equal(x, kept[0])
     assert torch.equal(other, kept[1])
@@ -90,10 +90,10 @@ def test_views_with_offsets_and_strides(rows, n, k, skip, data):
     weight, gate, x, other = view(n, k, 0), view(n, k, 1), view(rows, k, 2), view(rows, n, 3)
     exact, size = product(x, weight)
     roundings = 2 if kind == "fp32" else 0
-    matrix_ = CompiledLinear(weight, None, programs(kind, False))
+    matrix_ = CompiledLinear.of(weight, None, programs(kind, False))
     near(matrix_.plus(x, other), exact + other.double(), size + other.double().abs(), roundings)
     gates, size_of_gates = product(x, gate)
-    fused = CompiledGated(gate, weight, programs(kind, True))(x)
+    fused = CompiledGated.of(gate, weight, programs(kind, True))(x)
     near(fused, functional.silu(gates) * exact, (1 + size_of_gates) * (1 + size), roundings)
 
 
@@ -102,7 +102,7 @@ def test_views_with_offsets_and_strides(rows, n, k, skip, data):
 def test_rows_with_a_stride_between_their_numbers(kind):
     weight, x, other = matrix(20, 40), matrix(40, 3, seed=1).T, matrix(20, 3, seed=2).T
     exact, size = product(x, weight)
-    got = CompiledLinear(weight, None, programs(kind, False)).plus(x, other)
+    got = CompiledLinear.of(weight, None, programs(kind, False)).plus(x, other)
     near(got, exact + other.double(), size + other.double().abs())
 
 
@@ -117,18 +117,18 @@ def test_results_are_the_same_with_any_number_of_threads(threads, rows):
                 continue
             alone = "alone" if kind != "fp32" else "fp32"
             torch.set_num_threads(1)
-            wanted = CompiledLinear(weight, None, programs(alone, False)).plus(x, other)
-            wanted_gated = CompiledGated(gate, weight, programs(alone, True))(x)
+            wanted = CompiledLinear.of(weight, None, programs(alone, False)).plus(x, other)
+            wanted_gated = CompiledGated.of(gate, weight, programs(alone, True))(x)
             torch.set_num_threads(threads)
-            assert torch.equal(CompiledLinear(weight, None, programs(kind, False)).plus(x, other), wanted)
-            assert torch.equal(CompiledGated(gate, weight, programs(kind, True))(x), wanted_gated)
+            assert torch.equal(CompiledLinear.of(weight, None, programs(kind, False)).plus(x, other), wanted)
+            assert torch.equal(CompiledGated.of(gate, weight, programs(kind, True))(x), wanted_gated)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 def test_few_rows_do_not_depend_on_each_other(kind):
     weight, gate, x = matrix(70, 700), matrix(70, 700, seed=1), matrix(FEW_ROWS, 700, seed=2)
-    plain, fused = CompiledLinear(weight, None, programs(kind, False)), CompiledGated(gate, weight, programs(kind, True))
+    plain, fused = CompiledLinear.of(weight, None, programs(kind, False)), CompiledGated.of(gate, weight, programs(kind, True))
     for rows in ([0], [5, 6], [1, 2, 3, 4, 5], [FEW_ROWS - 1]):
         assert torch.equal(plain(x[rows]), plain(x)[rows])
         assert torch.equal(fused(x[rows]), fused(x)[rows])
@@ -141,8 +141,8 @@ def test_numbers_that_are_none_stay_in_their_row(kind, rows):
     x = matrix(rows, 40, seed=1)
     x[1, 3] = torch.nan
     for got in (
-        CompiledLinear(matrix(20, 40), None, programs(kind, False))(x),
-        CompiledGated(matrix(20, 40), matrix(20, 40, seed=2), programs(kind, True))(x),
+        CompiledLinear.of(matrix(20, 40), None, programs(kind, False))(x),
+        CompiledGated.of(matrix(20, 40), matrix(20, 40, seed=2), programs(kind, True))(x),
     ):
         assert got[1].isnan().all()
         assert got[[i for i in range(rows) if i != 1]].isfinite().all()
@@ -154,7 +154,7 @@ def test_gates_far_from_zero(kind):
     """silu is the identity or 0 there, and exp of it would leave the range."""
     weight, x = torch.ones(16, 2, dtype=BF16), torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=BF16)
     gate = torch.tensor([[300.0, -300.0]] * 16, dtype=BF16)
-    high, low = CompiledGated(gate, weight, programs(kind, True))(x)
+    high, low = CompiledGated.of(gate, weight, programs(kind, True))(x)
     assert (high == 300).all()
     assert (low.abs() < 1e-30).all()
 
