@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_client.bench_command import BENCHMARKS
 from cp_client.cli import build_parser, main
 from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
@@ -37,6 +38,14 @@ def test_a_command_parses_and_runs_without_a_cluster(line, capsys):
 @pytest.mark.parametrize("target", sorted(TARGETS))
 def test_a_make_target_exists(target):
     assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", ["README.md", "Makefile", *sorted(f"docs/{path.name}" for path in ROOT.glob("docs/*.md"))])
+def test_a_benchmark_exists_that_a_page_names(page):
+    text = (ROOT / page).read_text()
+    names = set(re.findall(r"kvloom bench ([a-z][a-z-]*)", text)) | set(re.findall(r"-m benchmarks\.([a-z_]+)", text))
+    assert names or page not in ("Makefile", "docs/benchmarks.md")
+    assert {name.replace("_", "-") for name in names} <= set(BENCHMARKS)
 
 
 @pytest.mark.parametrize(("tp", "pcp", "dcp", "ranks", "shards", "legal"), SHAPES)
