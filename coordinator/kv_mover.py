@@ -120,7 +120,8 @@ class KvMover:
                 session=self._session,
                 shard_offset=source.shard_offset(),
                 first_column=new.start,
-                block_ids=source.columns(source.spec.member_of(link.rank), new),
+                # A set that is lost has no table of the request any more, and nothing to name in it either.
+                block_ids=source.columns(source.spec.member_of(link.rank), new) if new else (),
                 tokens=tokens,
                 target_ranks=targets,
                 ttl_ms=round(1000 * self._timings.lease_s),

@@ -540,6 +540,38 @@ async def test_a_prefill_rank_that_is_lost_between_moves_leaves_no_session_on_th
         await eventually(lambda: target.kv.attempts.keys() <= target.kv.ended)
 
 
+async def test_a_lost_prefill_rank_and_a_writer_that_is_late_to_stop_harm_nobody_else():
+    """The request goes on holding its reservation, and its lease would be prolonged, when its prompt's set has forgotten it."""
+    async with cluster(prefill={}, timings=replace(FAST, lease_s=0.15)) as harness:
+        source, target = harness.ranks
+        end_pull, go, prolonged = target.kv.end_pull, asyncio.Event(), asyncio.Event()
+
+        async def late(request):
+            await go.wait()
+            return await end_pull(request)
+
+        pulled = asyncio.create_task(target.kv.hold())
+        call = asyncio.create_task(harness.generate(PROMPT))
+        await pulled
+        (session,) = [live.relay for live in harness.home.serving._live.values()]
+        target.kv.end_pull = late
+        await source.die()
+        await eventually(lambda: harness.coordinator.sets[0].epoch > 1)
+        renew = session._mover.renew
+
+        async def seen() -> None:
+            await renew()
+            prolonged.set()
+
+        session._mover.renew = seen
+        failed = asyncio.create_task(harness.coordinator.failed())
+        await asyncio.wait({failed, asyncio.create_task(prolonged.wait())}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        assert prolonged.is_set() and not failed.done()
+        failed.cancel()
+        go.set()
+        assert (await call).token_ids == continuation(PROMPT, 8)
+
+
 async def test_nothing_is_admitted_before_both_sides_have_served_once():
     async with cluster(ranks=[], prefill={}, wait=False) as harness:
         harness.ranks += [FakeRank(0), FakeRank(1)]
