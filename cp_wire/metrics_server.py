@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from cp_wire.errors import PortInUse
 from cp_wire.logs import get_logger
-from cp_wire.serve import join_address
+from cp_wire.serve import join_address, probe
 
 PATH = "/metrics"
 HEAD_BYTES = 8192
@@ -44,6 +44,8 @@ class MetricsServer:
 
     async def start(self) -> str:
         """Listens and returns HOST:PORT; raises PortInUse."""
+        if self._port:
+            probe(self._host, self._port)
         try:
             self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=HEAD_BYTES)
         except OSError as error:
@@ -71,10 +73,12 @@ class MetricsServer:
             with suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
                 async with asyncio.timeout(REQUEST_S):
                     writer.write(await self._answer(reader))
-                    await writer.drain()
+                    writer.close()
+                    await writer.wait_closed()
         finally:
             self._connections.discard(task)
-            writer.close()
+            # What is not taken in time would stay in memory for as long as its reader likes.
+            writer.transport.abort()
 
     async def _answer(self, reader: asyncio.StreamReader) -> bytes:
         try:

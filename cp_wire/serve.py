@@ -34,7 +34,7 @@ class Server:
     async def start(self) -> str:
         """Listens and returns HOST:PORT; raises PortInUse when it cannot."""
         if self._port:
-            _probe(self._host, self._port)
+            probe(self._host, self._port)
         server = new_server(self._kind)
         names = [name for _, _, name in self._services]
         for add_fn, servicer, _ in self._services:
@@ -69,8 +69,9 @@ def join_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _probe(host: str, port: int) -> None:
-    """Raises PortInUse with the system's own words; gRPC tells only that binding failed, after noise on stderr."""
+def probe(host: str, port: int) -> None:
+    """Raises PortInUse with the system's own words: gRPC tells only that binding failed, after noise on
+    stderr, and an event loop puts more around them."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as probe:

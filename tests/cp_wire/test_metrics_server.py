@@ -1,6 +1,7 @@
 """The metrics endpoint: what it answers to whom."""
 
 import asyncio
+import socket
 from contextlib import asynccontextmanager
 
 import pytest
@@ -91,6 +92,27 @@ async def test_a_client_that_says_nothing_is_not_kept(monkeypatch):
         assert await ask(address, b"GET /metr") == ("", b"")
 
 
+async def test_an_answer_that_is_not_taken_in_time_is_not_kept(monkeypatch):
+    monkeypatch.setattr(metrics_server, "REQUEST_S", 0.2)
+    size = 32 << 20
+    family = GaugeMetricFamily("answer", "x" * size, 42)
+    server = MetricsServer("127.0.0.1", 0, lambda: [family])
+    host, _, port = (await server.start()).rpartition(":")
+    loop, taken = asyncio.get_running_loop(), 1
+    with socket.socket() as client:
+        client.setblocking(False)
+        await loop.sock_connect(client, (host, int(port)))
+        await loop.sock_sendall(client, b"GET /metrics HTTP/1.1\r\n\r\n")
+        async with asyncio.timeout(10):
+            assert await loop.sock_recv(client, 1) == b"H"
+            (connection,) = server._connections
+            await asyncio.wait({connection})
+            while received := await loop.sock_recv(client, 1 << 20):
+                taken += len(received)
+    await server.stop()
+    assert taken < size
+
+
 async def test_connections_are_bounded(monkeypatch):
     monkeypatch.setattr(metrics_server, "MAX_CONNECTIONS", 1)
     async with serving() as address:
@@ -116,5 +138,5 @@ async def test_stopping_ends_open_connections():
 
 async def test_a_port_in_use_is_named():
     async with serving() as (host, port):
-        with pytest.raises(PortInUse, match=f"cannot listen on {host}:{port}: "):
+        with pytest.raises(PortInUse, match=f"cannot listen on {host}:{port}: address already in use$"):
             await MetricsServer(host, port, gauges).start()
