@@ -172,8 +172,8 @@ POOL_WAIT = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "3000"}
 """Threads of a pool look so often (some 50 µs) whether there is work, then they sleep; but for GNU's runtime, at once.
 
 A step of two threads hands work over some 200 times. Measured on 2 cores with SmolLM2-135M: at once asleep, a token took
-1.4 times as long as with threads that look for 50 µs, and looking for longer gained no more. Beside processes that take all
-cores, threads that never sleep made a step ten times slower.
+1.4 times as long as with threads that look for 50 µs, and looking for longer gained no more. Ranks own their cores: beside
+two processes that take both, this costs twice the time of sleeping at once, which OMP_WAIT_POLICY=PASSIVE asks for.
 """
 
 
