@@ -19,7 +19,7 @@ from rank_server.models.product_by_panels import PanelProgram, features_at_a_tim
 from rank_server.models.product_by_streaming import StreamingProgram
 from rank_server.models.product_program import ARGUMENT
 
-FEW_ROWS = 48
+FEW_ROWS = 96
 """Rows up to which a matrix is read by streaming."""
 BYTES_PER_THREAD = 64 << 10
 """A thread isn't called in for less than this of a matrix that is streamed."""
