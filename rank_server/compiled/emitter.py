@@ -7,6 +7,7 @@ translating one takes a fraction of a second. Addresses are 64-bit integers.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import llvmlite.binding as llvm
 import numpy as np
@@ -33,6 +34,12 @@ I16, I32, I64, F32, F64 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.Flo
 VECTOR, HALVES, WORDS = (ir.VectorType(each, LANES) for each in (F32, I16, I32))
 POINTER = ir.PointerType()
 _BYTES = {I16: 2, I32: 4, I64: 8, F32: 4, F64: 8, VECTOR: 64, HALVES: 32, WORDS: 64}
+
+
+@cache
+def rounds_to_bf16() -> bool:
+    """Whether this processor has an instruction for that, which takes 16 numbers at a time."""
+    return bool(llvm.get_host_cpu_features().get("avx512bf16", False))
 
 
 class Emitter:
@@ -87,8 +94,15 @@ class Emitter:
         return self.b.bitcast(self.b.shl(words, ir.Constant(WORDS, [16] * LANES)), VECTOR)
 
     def rounded(self, x: ir.Value) -> ir.Value:
-        """A vector in bf16, to nearest, ties to even, as HALVES."""
-        return self.b.bitcast(self.b.fptrunc(x, ir.VectorType(BF16, LANES)), HALVES)
+        """A vector in bf16, to nearest, ties to even, as HALVES; NaN stays NaN."""
+        if rounds_to_bf16():
+            return self.b.bitcast(self.b.fptrunc(x, ir.VectorType(BF16, LANES)), HALVES)
+        # LLVM would call a function of the compiler's library for each number, which a process need not have.
+        sixteen, one, below_half, quiet = (ir.Constant(WORDS, [each] * LANES) for each in (16, 1, 0x7FFF, 0x400000))
+        bits = self.b.bitcast(x, WORDS)
+        up = self.b.add(self.b.add(bits, below_half), self.b.and_(self.b.lshr(bits, sixteen), one))
+        bits = self.b.select(self.b.fcmp_unordered("uno", x, x), self.b.or_(bits, quiet), up)
+        return self.b.trunc(self.b.lshr(bits, sixteen), HALVES)
 
     def intrinsic(self, name: str, *arguments: ir.Value) -> ir.Value:
         """An operation of LLVM on fp32, all arguments and the result of one type."""

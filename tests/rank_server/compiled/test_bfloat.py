@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from rank_server.compiled import emitter
 from rank_server.compiled.bfloat import store_rounded, widened
 from rank_server.compiled.emitter import LANES, VECTOR, Emitter, translate
 from rank_server.compiled.openmp import serial
@@ -31,9 +32,11 @@ def test_every_number_is_widened():
     assert torch.equal(converted(EVERY_BF16, torch.float32).view(torch.int32), EVERY_BF16.float().view(torch.int32))
 
 
+@pytest.mark.parametrize("instruction", [emitter.rounds_to_bf16(), False])
 @pytest.mark.parametrize("behind", [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-def test_every_number_and_what_lies_behind_it_is_rounded_to_the_nearest(behind):
+def test_every_number_and_what_lies_behind_it_is_rounded_to_the_nearest(behind, instruction, monkeypatch):
     """Ties, neighbours of ties, carries into the exponent and to infinity, both signs. Processors may take subnormals for 0."""
+    monkeypatch.setattr(emitter, "rounds_to_bf16", lambda: instruction)
     wide = (EVERY_BF16.float().view(torch.int32) + behind).view(torch.float32)
     got, wanted = converted(wide, torch.bfloat16), wide.to(torch.bfloat16)
     assert torch.equal(got.isnan(), wide.isnan())
