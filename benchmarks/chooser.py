@@ -188,13 +188,14 @@ def plot(found: Mapping[Cell, Taken], predicted: Mapping[Cell, Mapping[str, floa
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    flags = parser("chooser", "whether the cost model picks the better gather of a prefill step")
+    flags = parser(
+        "chooser", "whether the cost model picks the better gather of a prefill step", plot="predicted and measured ratios"
+    )
     flags.add_argument(
         "--grid", type=grid, default="32,128,512x0,512,1024,2048,4096", metavar="S_q,…xS_ctx,…",
         help="new and cached tokens, the latter multiples of 32 (default: %(default)s)",
     )  # fmt: skip
     flags.add_argument("--runs", type=integer(1), default=7, help="measurements of each cell and way (default: 7)")
-    flags.add_argument("--plot", type=Path, metavar="FILE", help="also draw predicted and measured ratios as an SVG picture")
     args = flags.parse_args(argv)
     budget = str(max(cell.new for cell in args.grid))
     up = ("-pcp", "2", "-dcp", "2", "--threads-per-rank", "1", "--max-num-batched-tokens", budget)

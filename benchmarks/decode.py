@@ -5,9 +5,12 @@ drift of the machine meets both alike. Overhead of a step = its wall time on the
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import cluster, integers, machine, parser, report, spread
+from benchmarks.plot import line_chart
 from cp_client import Client
 from cp_client.guard import guarded
 from cp_wire.flags import integer
@@ -31,9 +34,18 @@ def measure(client: Client, context: int, new_tokens: int, salt: str) -> dict[st
     }
 
 
+def plot(entries: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Medians of the times of a step, by context."""
+    series = {
+        name: sorted((entry["context"], entry[key]["median"]) for entry in entries)
+        for key, name in {"tpot_ms": "per token", "rank_ms": "slowest rank", "overhead_ms": "overhead"}.items()
+    }
+    line_chart(path, "A decode step", "tokens of context", "ms", series)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    flags = parser("decode", "cost of a decode step at several context lengths")
+    flags = parser("decode", "cost of a decode step at several context lengths", plot="the times by context")
     flags.add_argument(
         "--contexts", type=integers(1), default=DEFAULT_CONTEXTS, help="tokens, comma-separated (default: 512,8000)"
     )
@@ -52,19 +64,22 @@ def main(argv: Sequence[str] | None = None) -> int:
             for context in contexts:
                 # The same salt: the context comes from the prefix cache, so that nearly all steps of a run decode.
                 results[context].append(measure(client, context, args.new_tokens, salt="runs"))
+    entries = [
+        {"context": context, **{key: spread([run[key] for run in runs]) for key in runs[0]}}
+        for context, runs in results.items()
+    ]
+    if args.plot is not None:
+        plot(entries, args.plot)
     document = {
         "benchmark": "decode",
         "machine": machine(),
         "up": args.up,
         "new_tokens": args.new_tokens,
         "runs": args.runs,
-        "contexts": [
-            {"context": context, **{key: spread([run[key] for run in runs]) for key in runs[0]}}
-            for context, runs in results.items()
-        ],
+        "contexts": entries,
     }
     lines = [f"kvloom up {args.up}: {args.runs} × {args.new_tokens} tokens, medians (min–max)"]
-    for entry in document["contexts"]:
+    for entry in entries:
         row = "  ".join(
             f"{key} {entry[key]['median']:.2f} ({entry[key]['min']:.2f}–{entry[key]['max']:.2f})"
             for key in ("tpot_ms", "rank_ms", "overhead_ms", "plan_bytes")

@@ -22,10 +22,12 @@ from cp_wire.flags import integer
 STOP_S = 30.0
 
 
-def parser(name: str, what: str) -> ArgumentParser:
-    """Flags that all benchmarks have."""
+def parser(name: str, what: str, plot: str | None = None) -> ArgumentParser:
+    """Flags that all benchmarks have, and `--plot FILE` for those that draw: `plot` says what."""
     result = CommandParser(prog=f"kvloom bench {name}", description=what)
     result.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
+    if plot is not None:
+        result.add_argument("--plot", type=Path, metavar="FILE", help=f"also draw {plot} as an SVG picture")
     return result
 
 

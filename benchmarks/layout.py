@@ -6,9 +6,12 @@ what one shard with the same blocks holds of the same requests.
 
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from benchmarks.harness import machine, parser, report, spread
+from benchmarks.plot import line_chart
 from cp_client.guard import guarded
 from cp_layout.capacity import blocks_by_member, roomiest_offset
 from cp_layout.interleave import Layout
@@ -30,9 +33,17 @@ def placed_tokens(layout: Layout, blocks: int, next_length: Callable[[], int]) -
         total += length
 
 
+def plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
+    """Capacity per shard over the number of shards, a line per interleave."""
+    series: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        series.setdefault(f"interleave {row['interleave']}", []).append((row["shards"], row["per_shard"]["median"]))
+    line_chart(path, "KV that N shards hold together", "N", "÷ N × one shard's", series)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    flags = parser("layout", "KV capacity of N shards")
+    flags = parser("layout", "KV capacity of N shards", plot="the capacity by N")
     flags.add_argument("--block-size", type=integer(1), default=16, help="tokens per block (default: 16)")
     flags.add_argument("--seeds", type=integer(1), default=20, help="repetitions (default: 20)")
     args = flags.parse_args(argv)
@@ -50,6 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     / shards
                 )
             rows.append({"shards": shards, "interleave": interleave, "lengths": f"1–{12 * size}", "per_shard": spread(ratios)})
+    if args.plot is not None:
+        plot(rows, args.plot)
     document = {"benchmark": "layout", "machine": machine(), "block_size": size, "blocks_per_shard": BLOCKS, "rows": rows}
     lines = [f"block size {size}, {BLOCKS} blocks per shard, {args.seeds} seeds: capacity ÷ (N × one shard's)"]
     lines += [

@@ -86,7 +86,7 @@ def lines(rows: Sequence[dict[str, Any]], args: Namespace) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    flags = parser("pd-waste", "what a transfer sends beyond its tokens")
+    flags = parser("pd-waste", "what a transfer sends beyond its tokens", plot="the waste")
     lists = integers(1)
     flags.add_argument("--tokens", type=lists, default=TOKENS, help="prompt lengths, comma-separated")
     flags.add_argument("--block-sizes", type=lists, default=[16, 128], help="tokens per block (default: 16,128)")
@@ -97,7 +97,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     flags.add_argument("--bytes-per-token", type=integer(1), default=BYTES_PER_TOKEN, help=f"(default: {BYTES_PER_TOKEN})")
     flags.add_argument("--message-bytes", type=integer(1), default=1 << 20, help="(default: 1048576)")
-    flags.add_argument("--plot", type=Path, metavar="FILE", help="also draw the waste as an SVG picture")
     args = flags.parse_args(argv)
     rows = [
         measure(Layout(cp, interleave, block), tokens, args.bytes_per_token, args.message_bytes)

@@ -107,12 +107,13 @@ def plot(rows: Iterable[dict[str, Any]], pcp: int, path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    flags = parser("prefill", "time to first token of one prompt over one and several ranks, one thread each")
+    flags = parser(
+        "prefill", "time to first token of one prompt over one and several ranks, one thread each", plot="the speed-ups"
+    )
     flags.add_argument("--prompts", type=integers(1), default=DEFAULT_PROMPTS, help="tokens (default: 512,2048,4096)")
     flags.add_argument("--pcp", type=integer(2), default=2, help="ranks that share a prompt (default: 2)")
     flags.add_argument("--runs", type=integer(1), default=3, help="prompts of each length and way (default: 3)")
     flags.add_argument("--up", default="", help="more flags of `kvloom up`, for all clusters")
-    flags.add_argument("--plot", type=Path, metavar="FILE", help="also draw the speed-ups as an SVG picture")
     args = flags.parse_args(argv)
     salts = count()
     with ExitStack() as clusters:

@@ -8,18 +8,16 @@ brought, divided by the time from the first one's begin to the last one's end.
 
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks import seeded
-from benchmarks.harness import cluster, integers, machine, parser, report, spread
+from benchmarks.harness import cluster, integers, machine, parser, report
+from benchmarks.load import Level, Taken, at_once, prompts, rounds, times
 from cp_client import Client
 from cp_client.events import Completion
 from cp_client.guard import guarded
@@ -53,50 +51,13 @@ def write_model(directory: Path) -> Path:
     )
 
 
-class Level(NamedTuple):
-    """A load."""
-
-    prompt: int
-    """Tokens of each prompt."""
-    concurrency: int
-    """Requests at once."""
-
-
-@dataclass(slots=True)
-class Taken:
-    """What one shape did at one level."""
-
-    answers: list[Completion] = field(default_factory=list)
-    seconds: float = 0.0
-
-    def row(self, level: Level) -> dict[str, Any]:
-        """Spreads over the requests in ms, and tokens per second, those of the prompts included."""
-        generated = sum(len(answer.token_ids) for answer in self.answers)
-        return {
-            "ttft_ms": spread([answer.timing.ttft_ms or 0.0 for answer in self.answers]),
-            "tpot_ms": spread([answer.timing.tpot_ms or 0.0 for answer in self.answers]),
-            "tokens_per_s": round((generated + level.prompt * len(self.answers)) / self.seconds, 1),
-            "output_tokens_per_s": round(generated / self.seconds, 2),
-        }
-
-
-def rounds(requests: int, concurrency: int) -> int:
-    """How often a level is asked, so that at least `requests` are answered."""
-    return -(-requests // concurrency)
-
-
-def prompts(level: Level, random: Random) -> Iterator[list[int]]:
-    """One per request, no two alike."""
-    for _ in range(level.concurrency):
-        yield random.choices(range(1, VOCABULARY), k=level.prompt)
-
-
-def at_once(ask: Ask, batch: Sequence[Sequence[int]], salt: str) -> tuple[list[Completion], float]:
-    """The answers to all prompts, sent together, and the seconds until the last is whole; raises what a request ended with."""
-    with ThreadPoolExecutor(len(batch)) as threads:
-        begun = time.perf_counter()
-        answers = list(threads.map(lambda prompt: ask(prompt, salt), batch))
-        return answers, time.perf_counter() - begun
+def row_of(level: Level, taken: Taken) -> dict[str, Any]:
+    """Spreads over the requests in ms, and tokens per second, those of the prompts included."""
+    return {
+        **times(taken.answers),
+        "tokens_per_s": round(taken.tokens_per_s(level), 1),
+        "output_tokens_per_s": round(taken.output_tokens_per_s, 2),
+    }
 
 
 def measure(asks: Mapping[str, Ask], levels: Sequence[Level], requests: int) -> dict[tuple[Level, str], Taken]:
@@ -105,7 +66,7 @@ def measure(asks: Mapping[str, Ask], levels: Sequence[Level], requests: int) -> 
     found = {(level, shape): Taken() for level in levels for shape in asks}
     for level in levels:
         for each in range(rounds(requests, level.concurrency)):
-            batch = list(prompts(level, random))
+            batch = list(prompts(level.prompt, level.concurrency, VOCABULARY, random))
             for shape, ask in asks.items():
                 answers, seconds = at_once(ask, batch, f"{level.prompt} {level.concurrency} {each}")
                 found[level, shape].answers += answers
@@ -180,9 +141,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             for shape in args.shapes
         }
         for ask in asks.values():
-            at_once(ask, list(prompts(Level(64, 2), Random(0))), "warm-up")
+            at_once(ask, list(prompts(64, 2, VOCABULARY, Random(0))), "warm-up")
         found = measure(asks, levels, args.requests)
-    rows = [{**level._asdict(), "shape": shape, **taken.row(level)} for (level, shape), taken in found.items()]
+    rows = [{**level._asdict(), "shape": shape, **row_of(level, taken)} for (level, shape), taken in found.items()]
     document = {
         "benchmark": "shapes",
         "machine": machine(),

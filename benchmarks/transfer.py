@@ -16,12 +16,14 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import uvloop
 
 from benchmarks.harness import machine, parser, report, spread
+from benchmarks.plot import line_chart
 from benchmarks.transfer_ends import START_S, WAYS, payload_of, serve, take
 from cp_client.guard import guarded
 from cp_client.interpreter import same_code_environment
@@ -106,6 +108,7 @@ def row_of(args: Namespace, name: str, *runs: Sequence[dict[str, Any]]) -> dict[
         "way": name,
         "name": NAMES[name],
         "gib_per_s": spread([mib / 1024 / run["seconds"] for run in runs[0]]),
+        "runs_gib_per_s": [round(mib / 1024 / run["seconds"], 4) for run in runs[0]],
         "ratio": round(bare / own, 3),
         "ratio_kept": round(kept / own, 3),
         "source_cpu_us_per_mib": round(median(run["source_cpu_seconds"] for run in runs[0]) / mib * 1e6),
@@ -114,9 +117,15 @@ def row_of(args: Namespace, name: str, *runs: Sequence[dict[str, Any]]) -> dict[
     return row | {key: runs[0][-1][key] for key in ("messages", "shared_bytes", "retries") if key in runs[0][-1]}
 
 
+def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Rates of the ways, repetition by repetition."""
+    series = {row["name"]: list(enumerate(row["runs_gib_per_s"], 1)) for row in rows}
+    line_chart(path, "KV from rank to rank", "repetition", "GiB/s", series)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    flags = parser("transfer", "KV from rank to rank against a bare stream")
+    flags = parser("transfer", "KV from rank to rank against a bare stream", plot="the rate of every repetition")
     flags.add_argument("--mib", type=integer(1, 4096), default=128, help="MiB of KV to move (default: 128)")
     flags.add_argument("--planes", type=integer(1), default=64, help="layers · 2 (default: 64)")
     flags.add_argument("--kv-heads", type=integer(1), default=8, help="(default: 8)")
@@ -132,6 +141,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         uvloop.run({"serve": serve, "take": take}[args.end](args))
         return 0
     rows = uvloop.run(measure(args, words))
+    if args.plot is not None:
+        plot(rows, args.plot)
     document = {"benchmark": "transfer", "machine": machine(), "payload_bytes": payload_of(args), "rows": rows}
     lines = [
         f"{payload_of(args)} bytes, {args.runs} runs in turn: median (range) in GiB/s, times the bare stream, times the same "

@@ -19,6 +19,7 @@ BENCHMARKS = (
     "pd-waste",
     "prefill",
     "second-token",
+    "serve",
     "shapes",
     "transfer",
     "zigzag",

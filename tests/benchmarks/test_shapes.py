@@ -3,26 +3,12 @@
 import json
 import subprocess
 import sys
-import threading
-from random import Random
 from types import SimpleNamespace
 
 import pytest
 
-from benchmarks.shapes import (
-    SHAPES,
-    VOCABULARY,
-    Level,
-    Taken,
-    at_once,
-    main,
-    measure,
-    prompts,
-    rounds,
-    table,
-    up_flags,
-    write_model,
-)
+from benchmarks.load import Level, Taken
+from benchmarks.shapes import SHAPES, VOCABULARY, main, measure, row_of, table, up_flags, write_model
 from cp_client.cli import build_parser
 from cp_client.up_command import cluster_spec
 from cp_layout.grid import Grid
@@ -49,7 +35,6 @@ def test_the_model_runs_in_every_shape_and_the_pools_hold_every_level(tmp_path):
 
 
 def test_a_level_is_asked_until_there_are_enough_requests():
-    assert [rounds(3, concurrency) for concurrency in (1, 2, 3, 16)] == [3, 2, 1, 1]
     asked = {"dp": [], "tp": []}
 
     def asking(shape):
@@ -67,25 +52,9 @@ def test_a_level_is_asked_until_there_are_enough_requests():
     assert len({prompt for prompt, _ in asked["dp"]}) == 3 + 4
 
 
-def test_requests_of_a_level_are_under_way_together():
-    meet = threading.Barrier(4, timeout=10)
-    answers, seconds = at_once(lambda prompt, salt: (meet.wait(), prompt[0])[1], [[1], [2], [3], [4]], "")
-    assert answers == [1, 2, 3, 4] and seconds > 0
-
-
-def test_a_request_that_fails_is_no_measurement():
-    with pytest.raises(ZeroDivisionError):
-        at_once(lambda prompt, salt: 1 / 0, [[1]], "")
-
-
-def test_prompts_are_as_long_as_they_should_be_and_of_the_vocabulary():
-    batch = list(prompts(Level(9, 3), Random(1)))
-    assert [len(prompt) for prompt in batch] == [9] * 3
-    assert all(0 < token < VOCABULARY for prompt in batch for token in prompt)
-
-
 def test_throughput_counts_all_tokens_over_the_whole_time():
-    row = Taken([answer(10.0, 2.0, 5), answer(30.0, 4.0, 5), answer(20.0, 3.0, 5)], seconds=2.0).row(Level(95, 3))
+    taken = Taken([answer(10.0, 2.0, 5), answer(30.0, 4.0, 5), answer(20.0, 3.0, 5)], seconds=2.0)
+    row = row_of(Level(95, 3), taken)
     assert (row["ttft_ms"]["median"], row["tpot_ms"]["median"]) == (20, 3)
     assert (row["tokens_per_s"], row["output_tokens_per_s"]) == (150, 7.5)
 

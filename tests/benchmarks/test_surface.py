@@ -1,0 +1,43 @@
+"""The benchmarks that others script against: their names, the flags that all have, the pictures of the small ones."""
+
+import xml.etree.ElementTree
+from importlib import import_module
+
+import pytest
+
+from benchmarks import decode, layout, transfer
+from cp_client.bench_command import BENCHMARKS
+
+FIXED = ("pd-waste", "transfer", "prefill", "decode", "serve", "layout")
+
+
+def text_of(picture):
+    return "".join(xml.etree.ElementTree.parse(picture).getroot().itertext())
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_a_fixed_name_is_there_and_takes_the_flags_of_all(name, capsys):
+    assert name in BENCHMARKS
+    with pytest.raises(SystemExit) as stopped:
+        import_module(f"benchmarks.{name.replace('-', '_')}").main(["--help"])
+    said = capsys.readouterr().out
+    assert stopped.value.code == 0 and "--json" in said and "--plot FILE" in said
+
+
+def test_layout_draws_a_line_per_interleave(tmp_path, capsys):
+    assert layout.main(["--seeds", "1", "--plot", str(tmp_path / "p.svg")]) == 0
+    text = text_of(tmp_path / "p.svg")
+    assert "interleave 1" in text and "interleave 16" in text and "N 2 interleave" in capsys.readouterr().out
+
+
+def test_decode_draws_the_times_by_context(tmp_path):
+    times = {key: {"median": ms} for key, ms in {"tpot_ms": 9.0, "rank_ms": 8.0, "overhead_ms": 1.0}.items()}
+    decode.plot([{"context": 512, **times}, {"context": 64, **times}], tmp_path / "p.svg")
+    text = text_of(tmp_path / "p.svg")
+    assert all(word in text for word in ("per token", "slowest rank", "overhead", "512", "64"))
+
+
+def test_transfer_draws_every_repetition(tmp_path):
+    transfer.plot([{"name": "one way", "runs_gib_per_s": [1.5, 2.0, 1.0]}], tmp_path / "p.svg")
+    points = next(xml.etree.ElementTree.parse(tmp_path / "p.svg").getroot().iter("{http://www.w3.org/2000/svg}polyline"))
+    assert "one way" in text_of(tmp_path / "p.svg") and len(points.get("points").split()) == 3
