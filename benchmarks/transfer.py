@@ -64,10 +64,10 @@ def cpu_seconds(pid: int) -> float:
 
 @asynccontextmanager
 async def process(*words: str) -> AsyncIterator[Process]:
-    """One end; it ends with the context."""
+    """One end; it ends with the context. Ctrl-C is the business of this process alone."""
     pipe = asyncio.subprocess.PIPE
-    command = [sys.executable, "-m", "benchmarks.transfer", *words]
-    end = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=same_code_environment())
+    command, environment = [sys.executable, "-m", "benchmarks.transfer", *words], same_code_environment()
+    end = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
     assert end.stdin is not None
     try:
         yield end

@@ -110,19 +110,18 @@ async def serve(args: Namespace) -> None:
         handlers = {"Stream": grpc.unary_stream_rpc_method_handler(bare)}
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BARE_SERVICE, handlers),))
 
-    sources = sources_of(args)
-    servers = []
-    for way in WAYS:
-        server = Server(HOST, 0, "data")
-        if way == "bare":
-            server.add(add_bare, None, BARE_SERVICE)
-        else:
-            server.add(add_to_server, KvTransferServicer(sources[way]), SERVICE)
-        print(await server.start(), flush=True)
-        servers.append(server)
-    await asyncio.to_thread(sys.stdin.read)
-    for server in servers:
-        await server.stop(0)
+    sources, servers = sources_of(args), [Server(HOST, 0, "data") for _ in WAYS]
+    try:
+        for way, server in zip(WAYS, servers, strict=True):
+            if way == "bare":
+                server.add(add_bare, None, BARE_SERVICE)
+            else:
+                server.add(add_to_server, KvTransferServicer(sources[way]), SERVICE)
+            print(await server.start(), flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+    finally:
+        for server in servers:
+            await server.stop(0)
 
 
 class Stopwatch:

@@ -1,6 +1,6 @@
-"""`kvloom bench NAME …`: runs a benchmark as a process of its own, by module name."""
+"""`kvloom bench NAME …`: the process becomes the benchmark, found by module name."""
 
-import subprocess
+import os
 import sys
 from argparse import REMAINDER, ArgumentParser, Namespace, _SubParsersAction
 
@@ -35,7 +35,6 @@ def add_bench_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
 
 
 def bench(args: Namespace) -> int:
-    """The exit status of the benchmark."""
-    return subprocess.call(
-        [sys.executable, "-m", f"benchmarks.{args.name.replace('-', '_')}", *args.words], env=same_code_environment()
-    )
+    """Does not return. No process stands between a signal and the benchmark, which knows what it has started."""
+    words = [sys.executable, "-m", f"benchmarks.{args.name.replace('-', '_')}", *args.words]
+    os.execve(sys.executable, words, same_code_environment())

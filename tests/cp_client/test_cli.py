@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from importlib import import_module
 from pathlib import Path
 
@@ -438,10 +439,26 @@ def test_a_command_imports_what_it_needs(command, absent):
     assert not absent & set(done.stdout.split())
 
 
-def test_bench_hands_its_words_on(capfd):
-    assert main(["bench", "layout", "--help"]) == 0
-    assert "--seeds" in capfd.readouterr().out
-    assert main(["bench", "layout", "--nonsense"]) == 2
+@pytest.mark.parametrize(("flag", "status"), [("--help", 0), ("--nonsense", 2)])
+def test_bench_hands_its_words_on(flag, status):
+    command = [sys.executable, "-m", "cp_client.cli", "bench", "layout", flag]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == status
+    assert "--seeds" in done.stdout or status
+
+
+def test_a_benchmark_that_is_told_to_go_takes_all_it_has_started_along():
+    """Everything it has started holds its standard error."""
+    command = [sys.executable, "-m", "cp_client.cli", "bench", "transfer", "--mib", "1", "--runs", "100000"]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        until = time.monotonic() + DEADLINE_S
+        while len(children.read_text().split()) < 4:
+            assert process.poll() is None and time.monotonic() < until
+            time.sleep(0.02)
+        process.terminate()
+        process.communicate(timeout=DEADLINE_S)
+        assert process.returncode == -signal.SIGTERM
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 
 from cp_client import interpreter
-from cp_client.bench_command import bench
 from cp_client.child import POOL_WAIT, child_environment
-from cp_client.cli import build_parser
 from cp_client.interpreter import same_code_environment
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,9 +29,11 @@ def test_the_processes_of_a_cluster_do_not_look_into_the_current_directory(trap,
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_benchmarks_do_not_look_into_the_current_directory(trap, capfd):
-    assert bench(build_parser("bench").parse_args(["bench", "layout", "--help"])) == 0
-    assert "--seeds" in capfd.readouterr().out
+def test_benchmarks_do_not_look_into_the_current_directory(trap):
+    command = [sys.executable, "-P", "-m", "cp_client.cli", "bench", "layout", "--help"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "--seeds" in done.stdout
 
 
 def test_a_child_runs_the_code_of_its_parent(trap):
