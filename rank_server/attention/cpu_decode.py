@@ -124,7 +124,7 @@ class CpuDecode:
         threads = torch.get_num_threads() if self._team else 1
         kv_heads, head_dim = k_cache.shape[2:]
         prepared = self._prepared
-        if prepared is None or not prepared.serves(batch, q.shape[1], threads):
+        if prepared is None or not prepared.serves(batch, q.shape[1], kv_heads, head_dim, threads):
             prepared = self._prepared = _Prepared.of(rows, batch, q, kv_heads, threads)
         wide = q.dtype != torch.bfloat16
         compiled = program(q.shape[1] // kv_heads, head_dim, self._team, wide)
@@ -145,6 +145,8 @@ class _Prepared:
 
     batch: AttentionBatch
     heads: int
+    kv_heads: int
+    head_dim: int
     threads: int
     queries: Queries
     memory: tuple[Tensor, Tensor]
@@ -153,8 +155,9 @@ class _Prepared:
     address: int
     """Of the argument."""
 
-    def serves(self, batch: AttentionBatch, heads: int, threads: int) -> bool:
-        return self.batch is batch and self.heads == heads and self.threads == threads
+    def serves(self, batch: AttentionBatch, heads: int, kv_heads: int, head_dim: int, threads: int) -> bool:
+        sizes = self.heads, self.kv_heads, self.head_dim, self.threads
+        return self.batch is batch and sizes == (heads, kv_heads, head_dim, threads)
 
     @classmethod
     def of(cls, rows: Sequence[AttentionRow], batch: AttentionBatch, q: Tensor, kv_heads: int, threads: int) -> "_Prepared":
@@ -168,4 +171,4 @@ class _Prepared:
         for name in ("tokens", "tables", "ranges", "first_range"):
             argument[name] = getattr(queries, name).ctypes.data
         argument["num_rows"], argument["num_keys"], argument["kv_heads"] = len(queries.tokens), queries.num_keys, kv_heads
-        return cls(batch, heads, threads, queries, (scratch, partial), argument, argument.ctypes.data)
+        return cls(batch, heads, kv_heads, head_dim, threads, queries, (scratch, partial), argument, argument.ctypes.data)

@@ -4,6 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 
+import torch
 from llvmlite import ir
 from torch import Tensor
 
@@ -32,9 +33,11 @@ class RowStore:
     def __call__(self, rows: Sequence[Tensor], slots: Tensor) -> bool:
         """Copies rows [T, h, D], one for each cache, to slots [T] int64; negative ones are skipped.
 
-        False, with nothing done, where dtypes or shapes differ or a token's row is not in one piece. IndexError, with nothing
-        done, for a slot beyond the cache.
+        False, with nothing done, where dtypes, of slots too, or shapes differ or a token's row is not in one piece. IndexError,
+        with nothing done, for a slot beyond the cache.
         """
+        if slots.dtype != torch.int64:
+            return False
         pairs, shape = [], (slots.shape[0], self._heads, self._head_dim)
         for x, address in zip(rows, self._addresses, strict=True):
             of_token, of_head, of_number = x.stride()

@@ -52,10 +52,12 @@ class Programs:
         return rows <= FEW_ROWS or self.many is not None
 
     def __call__(self, x: Tensor, matrix: "Matrix", other: Tensor | None) -> Tensor:
-        """The product of x [T, K] as `ProductProgram` says, [T, N]; ValueError for an x of another width or dtype."""
+        """The product of x [T, K] as `ProductProgram` says, [T, N]; ValueError where shapes or dtypes don't fit."""
         (rows, width), features, inputs = x.shape, matrix.features, matrix.inputs
         if width != inputs or x.dtype != torch.bfloat16:
             raise ValueError(f"{x.dtype} rows of {width} numbers for a bfloat16 matrix of {features} × {inputs}")
+        if other is not None:
+            _check(other, (rows, features))
         x, other = _with_plain_rows(x), None if other is None else _with_plain_rows(other)
         out = x.new_empty(rows, features)
         threads, chunk, scratch = torch.get_num_threads(), rows, None
@@ -92,7 +94,10 @@ class Matrix:
 
     @classmethod
     def of(cls, weight: Tensor, gate: Tensor | None = None, bias: Tensor | None = None) -> "Matrix":
-        """Of W [N, K], a gate alike or none, and a bias [N] or none."""
+        """Of W [N, K], a gate alike or none, and a bias [N] or none; ValueError where they don't fit."""
+        for each, size in ((gate, weight.shape), (bias, weight.shape[:1])):
+            if each is not None:
+                _check(each, size)
         gates = (0, 0) if gate is None else (gate.data_ptr(), 2 * gate.stride(0))
         numbers = (weight.data_ptr(), 2 * weight.stride(0), *gates, 0 if bias is None else bias.data_ptr())
         features, inputs = weight.shape
@@ -156,6 +161,12 @@ class CompiledGated:
         if self.programs.serve(x.shape[0]):
             return self.programs(x, self.matrix, None)
         return functional.silu(functional.linear(x, self.gate), inplace=True).mul_(functional.linear(x, self.up))
+
+
+def _check(x: Tensor, size: tuple[int, ...]) -> None:
+    """What programs are given the address of must be what they take it for."""
+    if x.shape != size or x.dtype != torch.bfloat16:
+        raise ValueError(f"{x.dtype} numbers in the shape {list(x.shape)} instead of bfloat16 ones in {list(size)}")
 
 
 def _with_plain_rows(x: Tensor) -> Tensor:

@@ -166,6 +166,16 @@ def test_layers_of_a_step_share_what_is_prepared_and_steps_do_not():
         assert torch.equal(out, attended(each)[0])
 
 
+def test_caches_of_other_heads_are_prepared_for_anew():
+    """The same step and query heads over fewer KV heads, and over wider ones."""
+    table, decode = long_table(130, 4), CpuDecode()
+    cases = [make(([130], table), dtype=BF16, head_dim=dim, kv_heads=heads) for dim, heads in ((16, 4), (16, 1), (64, 1))]
+    for each in cases:
+        out, lse = torch.empty(each.q.shape), torch.empty(each.q.shape[:2])
+        decode.attend(each.q, *each.pool.cache(0), cases[0].batch.rows, cases[0].batch, SCALE, out, lse)
+        assert torch.equal(out, attended(each)[0])
+
+
 def test_calls_from_many_threads():
     """As of ranks that are threads of one process."""
     case = make(([3000], long_table(3000, 16)), dtype=BF16, head_dim=64, block_size=16)

@@ -73,6 +73,12 @@ def test_what_it_cannot_copy_is_left_alone(rows):
     assert (store[0] == -1).all()
 
 
+def test_slots_of_another_width_are_left_alone():
+    (store,) = caches(1, 1, 8, torch.float32)
+    assert not RowStore([store])([torch.zeros(2, 1, 8)], torch.tensor([0, 1], dtype=torch.int32))
+    assert (store == -1).all()
+
+
 def test_slots_need_not_be_contiguous():
     store = caches(1, 1, 8, torch.float32)
     assert RowStore(store)([torch.zeros(2, 1, 8)], torch.tensor([0, 5, 7, 5])[::2])

@@ -165,6 +165,17 @@ def test_rows_that_do_not_fit_are_refused(wrong):
         linear(matrix(4, 8))(wrong)
 
 
+@pytest.mark.parametrize("wrong", [matrix(2, 4), matrix(1, 4, torch.float32)])
+def test_what_is_added_or_gates_must_fit(wrong):
+    weight = matrix(5, 4)
+    with pytest.raises(ValueError, match=r"instead of bfloat16 ones in \[5\]"):
+        linear(weight, wrong[0])
+    with pytest.raises(ValueError, match=r"instead of bfloat16 ones in \[5, 4\]"):
+        CompiledGated.of(wrong, weight, programs("alone", True))
+    with pytest.raises(ValueError, match=r"instead of bfloat16 ones in \[1, 5\]"):
+        linear(weight).plus(matrix(1, 4), wrong)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("dtype", [torch.float32, BF16])
 @pytest.mark.parametrize("biased", [False, True])
