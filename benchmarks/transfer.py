@@ -67,7 +67,7 @@ async def process(*words: str) -> AsyncIterator[Process]:
     """One end; it ends with the context. Ctrl-C is the business of this process alone."""
     pipe = asyncio.subprocess.PIPE
     command, environment = [sys.executable, "-m", "benchmarks.transfer", *words], same_code_environment()
-    end = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment, start_new_session=True)
+    end = await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe, env=environment, process_group=0)
     assert end.stdin is not None
     try:
         yield end
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.end is not None:
         uvloop.run({"serve": serve, "take": take}[args.end](args))
         return 0
-    rows = uvloop.run(measure(args, words))
+    rows = asyncio.run(measure(args, words))  # uvloop gives no process a group of its own
     if args.plot is not None:
         plot(rows, args.plot)
     document = {"benchmark": "transfer", "machine": machine(), "payload_bytes": payload_of(args), "rows": rows}
