@@ -126,7 +126,7 @@ class CpuPrefill:
         """(out [t, h, E], lse [t, h], fp32): as `partial.dense_partial`, such that `suits`, t ≥ 1, n ≥ 1, scale > 0."""
         tokens, heads, _ = q.shape
         num_keys, kv_heads, value_dim = v.shape
-        visible = torch.full((tokens,), num_keys, device=q.device) if seen is None else seen.contiguous()
+        visible = torch.full((tokens,), num_keys, device=q.device) if seen is None else seen.to(torch.int64).contiguous()
         items = _one_row(tokens, kv_heads, heads // kv_heads, self._threads())
         out = q.new_empty((tokens, heads, value_dim), dtype=torch.float32)
         lse = q.new_empty((tokens, heads), dtype=torch.float32)

@@ -19,9 +19,10 @@ LEAST = -87.0
 
 
 def merge(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tensor, Tensor] | None:
-    """See `merge_partials`; None where widths aren't multiples of LANES, dtypes not fp32, or rows not at equal distances."""
+    """See `merge_partials`; None where widths aren't multiples of LANES, dtypes not fp32, shapes not alike, or rows not at equal
+    distances."""
     *rows, width = outs[0].shape
-    if width % LANES or lses.dtype != torch.float32:
+    if width % LANES or lses.dtype != torch.float32 or len(outs) != len(lses) or lses.shape[1:] != (*rows,):
         return None
     places: list[int] = []
     lse_step, step = _distance(lses.shape[1:], lses.stride()[1:]), None
@@ -29,7 +30,7 @@ def merge(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tensor, Tensor
         if step is None or not isinstance(outs, Tensor):
             first = outs[index]
             step = _distance(rows, first.stride()[:-1])
-            if first.dtype != torch.float32 or first.stride(-1) != 1:
+            if first.dtype != torch.float32 or first.stride(-1) != 1 or first.shape != (*rows, width):
                 return None
         if step is None or lse_step is None:
             return None

@@ -142,6 +142,12 @@ def test_b3_keys_at_hand_may_be_seen_in_any_order(tokens, keys, seen):
     check_dense(q, k[: max(seen)], v[: max(seen)], torch.tensor(seen), 0.125, out, lse)
 
 
+def test_how_many_keys_are_seen_may_be_of_any_integer_type():
+    q, k, v = tensors(3, 7)
+    seen = torch.tensor([7, 2, 5], dtype=torch.int32)
+    check_dense(q, k, v, seen, 0.125, *CpuPrefill().attend_dense(q, k, v, 0.125, seen))
+
+
 @pytest.mark.parametrize(("share", "kv_heads", "key_dim", "value_dim"), [(1, 4, 192, 128), (16, 1, 144, 128), (2, 2, 16, 48)])
 def test_values_may_be_of_another_width(share, kv_heads, key_dim, value_dim):
     q, k, v = tensors(40, 150, share, kv_heads, key_dim, value_dim)

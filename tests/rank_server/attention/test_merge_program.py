@@ -70,8 +70,11 @@ def test_what_arrives_side_by_side():
         (partials(2, 3, 4, 32)[0].double(), partials(2, 3, 4, 32)[1]),
         (partials(2, 3, 4, 32)[0], partials(2, 3, 4, 32)[1].double()),
         (partials(2, 3, 4, 64)[0][..., ::2], partials(2, 3, 4, 32)[1]),
+        (partials(2, 3, 4, 32)[0], partials(3, 3, 4, 32)[1]),
+        (partials(2, 3, 4, 32)[0], partials(2, 3, 5, 32)[1]),
+        ([partials(1, 3, 4, 32)[0][0], partials(1, 2, 4, 32)[0][0]], partials(2, 3, 4, 32)[1]),
     ],
-    ids=["24 wide", "wider out", "wider lse", "spread"],
+    ids=["24 wide", "wider out", "wider lse", "spread", "more lses", "other heads", "fewer rows"],
 )
 def test_what_it_cannot_merge_is_left_to_torch(outs, lses):
     assert merge(outs, lses) is None
