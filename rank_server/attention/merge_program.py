@@ -19,8 +19,8 @@ LEAST = -87.0
 
 
 def merge(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tensor, Tensor] | None:
-    """See `merge_partials`; None where widths aren't multiples of LANES, dtypes not fp32, shapes not alike, or rows not at equal
-    distances."""
+    """See `merge_partials`; None where widths aren't multiples of LANES, dtypes not fp32, shapes not alike, or rows not at
+    equal distances."""
     *rows, width = outs[0].shape
     if width % LANES or lses.dtype != torch.float32 or len(outs) != len(lses) or lses.shape[1:] != (*rows,):
         return None
