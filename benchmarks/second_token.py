@@ -72,7 +72,10 @@ def measure(client: Client, tokens: int, salt: str) -> dict[str, float]:
 
 
 def row_of(tokens: int, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """What the runs of a length say; ratio: of the medians of the times to the second token, apart to together."""
+    """What the runs of a length say; ratio: of the medians of the times to the second token, apart to together. SystemExit when
+    the KV of a run was computed again instead of moved: then its times say nothing of a move."""
+    if any("moved_bytes" not in run for run in runs["apart"]):
+        raise SystemExit(f"the KV of a prompt of {tokens} tokens did not come over")
     row: dict[str, Any] = {"tokens": tokens}
     for way, each in runs.items():
         row[way] = {key: spread([run[key] for run in each]) for key in each[0]}

@@ -2,7 +2,7 @@
 
 import secrets
 
-PROTOCOL_VERSION = "1"
+PROTOCOL_VERSION = "2"
 """Raised with every change that an older peer would misread; peers of another version are refused."""
 
 

@@ -20,6 +20,12 @@ def test_a_row_compares_the_medians_of_the_second_tokens() -> None:
     assert row["apart"]["moved_before_first"]["median"] == 0.5
 
 
+def test_a_prompt_that_was_computed_again_is_no_measurement() -> None:
+    moved, computed = {"first_ms": 9.0, "second_ms": 21.0, "moved_before_first": 0.5, "moved_bytes": 7}, {"second_ms": 90.0}
+    with pytest.raises(SystemExit, match="300 tokens did not come over"):
+        row_of(300, {"together": [computed] * 2, "apart": [moved, computed]})
+
+
 @pytest.mark.sweep
 @pytest.mark.cluster
 def test_chunks_move_while_later_ones_are_computed() -> None:

@@ -7,6 +7,7 @@ import pytest
 from coordinator.settings import effective_config
 from cp_layout.errors import LayoutError
 from cp_wire import errors
+from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2
 from tests.coordinator.harness import SHAPE
 
@@ -31,7 +32,12 @@ def test_j5_what_was_left_open_is_settled_once():
     request = asked()
     config = effective_config(request, MODEL)
     assert (config.interleave, config.dtype, config.kv_cache_dtype, config.collectives) == (16, "float32", "float32", "gloo")
-    assert (config.max_model_len, config.model_hash, config.model_name, config.protocol_version) == (4096, "abc", "tiny", "1")
+    assert (config.max_model_len, config.model_hash, config.model_name, config.protocol_version) == (
+        4096,
+        "abc",
+        "tiny",
+        PROTOCOL_VERSION,
+    )
     assert config.pcp_gather == config.mla_gather == "auto"
     assert request.interleave == 0, "the argument is not touched"
 
