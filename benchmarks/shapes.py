@@ -141,7 +141,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for shape in args.shapes
         }
         for ask in asks.values():
-            at_once(ask, list(prompts(64, 2, VOCABULARY, Random(0))), "warm-up")
+            at_once(ask, list(prompts(min(args.prompts), 2, VOCABULARY, Random(0))), "warm-up")
         found = measure(asks, levels, args.requests)
     rows = [{**level._asdict(), "shape": shape, **row_of(level, taken)} for (level, shape), taken in found.items()]
     document = {
