@@ -43,7 +43,6 @@ def _draw(facts: dict[str, Any]) -> None:
 
     from cp_client.drawing import print_table
 
-    config = facts["config"]
     table = Table("rank", "role", "state", "KV blocks free / total", "last progress", "pid", "address")
     for rank in facts["ranks"]:
         state = f"{rank['state']} ({rank['fenced_reason']})" if rank["fenced_reason"] else rank["state"]
@@ -51,10 +50,19 @@ def _draw(facts: dict[str, Any]) -> None:
         progress = f"{rank['last_progress_ms']} ms"
         cells = (str(rank["rank"]), rank["role"], state, blocks, progress, str(rank["pid"]), rank["address"])
         table.add_row(*map(Text, cells))
-    sizes = ", ".join(f"{name} {config[name]}" for name in ("tp", "pcp", "dcp", "dp"))
     load = f"{facts['running']} running, {facts['waiting']} waiting"
-    first = Text(f"{config['model_name']} {facts['state']}: {sizes}; {load}")
+    first = Text(f"{facts['config']['model_name']} {facts['state']}: {_sizes(facts)}; {load}")
     print_table(Group(first, table, *(Text(line) for line in _ways(facts))))
+
+
+def _sizes(facts: dict[str, Any]) -> str:
+    """The shape of the cluster, where it has two sides that of each."""
+    sides = facts["sides"] if len(facts["sides"]) > 1 else [{"role": "", "config": facts["config"]}]
+    words = []
+    for side in sides:
+        numbers = ", ".join(f"{name} {side['config'][name]}" for name in ("tp", "pcp", "dcp", "dp"))
+        words.append(f"{side['role']} {numbers}".lstrip())
+    return "; ".join(words)
 
 
 def _ways(facts: dict[str, Any]) -> list[str]:

@@ -239,6 +239,14 @@ def test_status_table(fake, target, capsys):
     assert "a-host-with-a-long-name.in.a.long.domain:50123" in row
 
 
+def test_status_says_the_shape_of_each_side(fake, target, capsys):
+    fake.status = status_message()
+    for role, pcp in (("prefill", 4), ("decode", 2)):
+        fake.status.sides.add(role=role, config=common_pb2.ClusterConfig(tp=1, pcp=pcp, dcp=pcp, dp=1))
+    assert main(["status", "--target", target]) == 0
+    assert "degraded: prefill tp 1, pcp 4, dcp 4, dp 1; decode tp 1, pcp 2, dcp 2, dp 1; 1 running" in capsys.readouterr().out
+
+
 def test_status_says_how_steps_were_computed_and_what_a_link_costs(fake, target, capsys):
     fake.status = status_message()
     owner, split = common_pb2.DECODE_MODE_OWNER, common_pb2.DECODE_MODE_SPLIT
