@@ -2,11 +2,13 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import llvmlite.binding as llvm
 import pytest
 import torch
 
+ROOT = Path(__file__).parents[3]
 BF16 = torch.bfloat16
 X86 = llvm.get_process_triple().startswith("x86_64")
 FEATURES = llvm.get_host_cpu_features() if X86 else {}
@@ -65,5 +67,6 @@ def every_program() -> None:
 def test_programs_call_nothing_that_a_process_lacks(name):
     if name == "haswell" and not FEATURES.get("avx2"):
         pytest.skip("this processor has less than the other one")
-    done = subprocess.run([sys.executable, "-c", PROGRAM, name], capture_output=True, text=True, timeout=120, check=False)
+    command = [sys.executable, "-c", PROGRAM, name]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
