@@ -62,18 +62,18 @@ class ExchangeGroup(ABC):
         """See `Group`. Both ways to exchange give the same bits."""
         with self._operation("all_reduce"):
             if self.size <= 2 or x.nbytes < SCATTERED_SUM_BYTES:
-                return sum_in_member_order(self._gather("all_reduce", x.contiguous()))
+                return self._sum("all_reduce", x.contiguous())
             flat, padding = x.reshape(-1), -x.numel() % self.size
             if padding:
                 flat = torch.cat((flat, flat.new_zeros(padding)))
-            chunk = sum_in_member_order(self._swap("all_reduce", flat.view(self.size, -1)))
+            chunk = self._sum_chunks("all_reduce", flat.view(self.size, -1))
             return self._gather("all_reduce", chunk).view(-1)[: x.numel()].view(x.shape)
 
     def reduce_scatter(self, x: Tensor) -> Tensor:
         """See `Group`; ValueError when the first dimension is not N."""
         self._check_chunks("reduce_scatter", x)
         with self._operation("reduce_scatter"):
-            return sum_in_member_order(self._swap("reduce_scatter", x.contiguous()))
+            return self._sum_chunks("reduce_scatter", x.contiguous())
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """See `Group`; ValueError when the first dimension is not N."""
@@ -127,6 +127,14 @@ class ExchangeGroup(ABC):
                 return
             self._failure = reason
             self._release(reason)
+
+    def _sum(self, op: str, x: Tensor) -> Tensor:
+        """[*s] on every member → [*s], the bits of `sum_in_member_order`."""
+        return sum_in_member_order(self._gather(op, x))
+
+    def _sum_chunks(self, op: str, x: Tensor) -> Tensor:
+        """[N, *s] → [*s], the same of everybody's chunk `index`."""
+        return sum_in_member_order(self._swap(op, x))
 
     @abstractmethod
     def _gather(self, op: str, x: Tensor) -> Tensor:

@@ -19,23 +19,24 @@ from torch import Tensor
 
 from rank_server.collectives.base import CollectiveError, Group
 from rank_server.collectives.exchange import ExchangeGroup
+from rank_server.collectives.shm_program import SPIN_S, Exchange, Out
 from rank_server.collectives.shm_segment import Control, Segment
 from rank_server.collectives.shm_semaphore import Semaphores
 from rank_server.collectives.solo import SoloGroup
 
 SLOT_BYTES = 1024 * 1024
 """Largest piece of a tensor that one round moves. Memory is taken when a slot is first used that far."""
-SPIN_S = 100e-6
-"""How long a wait looks again and again before it sleeps; in between it offers its CPU to whoever wants to run."""
 SLICE_S = 0.02
 """Longest time until a waiting member notices that another one died or left."""
+SUMS = {torch.float32: Out.SUM_FLOAT32, torch.bfloat16: Out.SUM_BFLOAT16}
+"""Dtypes whose sums the compiled round takes."""
 OPERATIONS = ("barrier", "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
 
 
 class ShmGroup(ExchangeGroup):
-    """One member's end of a segment."""
+    """One member's end of a segment. compiled: a round that moves whole tensors is one compiled call; the others can't tell."""
 
-    def __init__(self, name: str, size: int, index: int, timeout_s: float, segment: Segment) -> None:
+    def __init__(self, name: str, size: int, index: int, timeout_s: float, segment: Segment, compiled: bool = True) -> None:
         super().__init__(name, size, index, timeout_s)
         self._segment: Segment | None = segment
         self._slot_bytes = segment.slot_bytes
@@ -44,9 +45,26 @@ class ShmGroup(ExchangeGroup):
         self._posts = [segment.semaphore(index, other) for other in self._others]
         self._waits = [segment.semaphore(other, index) for other in self._others]
         self._rounds = 0
+        # What fits one round: a whole tensor, and the chunks of one.
+        self._one_round = segment.slot_bytes if compiled else -1
+        self._one_round_of_chunks = segment.slot_bytes // size * size if compiled else -1
+        self._exchange = Exchange(segment, index) if compiled else None
+
+    def _sum(self, op: str, x: Tensor) -> Tensor:
+        if x.dtype not in SUMS or x.nbytes > self._one_round:
+            return super()._sum(op, x)
+        return self._at_once(op, x, torch.empty_like(x), 0, x.nbytes, SUMS[x.dtype])
+
+    def _sum_chunks(self, op: str, x: Tensor) -> Tensor:
+        if x.dtype not in SUMS or x.nbytes > self._one_round_of_chunks:
+            return super()._sum_chunks(op, x)
+        chunk = x.nbytes // self.size
+        return self._at_once(op, x, torch.empty_like(x[0]), self.index * chunk, chunk, SUMS[x.dtype])
 
     def _gather(self, op: str, x: Tensor) -> Tensor:
         result = x.new_empty((self.size, *x.shape))
+        if x.nbytes <= self._one_round:
+            return self._at_once(op, x, result, 0, x.nbytes, Out.PARTS)
         segment, source, target, total = self._mapped(), _address(x), _address(result), x.nbytes
         deadline = self._deadline()
         for start, stop in _pieces(total, self._slot_bytes):
@@ -58,6 +76,9 @@ class ShmGroup(ExchangeGroup):
 
     def _swap(self, op: str, x: Tensor) -> Tensor:
         result = torch.empty_like(x)
+        if x.nbytes <= self._one_round_of_chunks:
+            chunk = x.nbytes // self.size
+            return self._at_once(op, x, result, self.index * chunk, chunk, Out.PARTS)
         segment, source, target, total = self._mapped(), _address(x), _address(result), x.nbytes
         chunk = total // self.size
         deadline = self._deadline()
@@ -83,6 +104,21 @@ class ShmGroup(ExchangeGroup):
 
     def _meet(self) -> None:
         self._round(self._mapped(), OPERATIONS.index("barrier"), 0, [], self._deadline())
+
+    def _at_once(self, op: str, x: Tensor, result: Tensor, skip: int, width: int, out: Out) -> Tensor:
+        """Shows x, and fills `result` from `width` bytes, behind `skip`, of every member's slot; returns it."""
+        segment, exchange, deadline, number = self._mapped(), self._exchange, self._deadline(), self._rounds + 1
+        assert exchange is not None
+        code, total = OPERATIONS.index(op), x.nbytes
+        if not exchange(_address(x), result.data_ptr(), total, skip, width, out, code, number):
+            for address in self._waits[exchange.taken :]:
+                self._sleep(segment, address, number, deadline)
+            self._check_open()
+            self._check_announcements(segment, number, code, total)
+            exchange.finish()
+        self._check_open()
+        self._rounds = number
+        return result
 
     def _mapped(self) -> Segment:
         """The segment, which whoever uses its addresses must hold: `close` on another thread gives up the group's own hold."""
@@ -116,8 +152,7 @@ class ShmGroup(ExchangeGroup):
         for address in self._waits:
             self._wait(segment, address, number, deadline)
         self._check_open()
-        for other in self._others:
-            self._check_announcement(segment, other, number, code, total)
+        self._check_announcements(segment, number, code, total)
         self._rounds = number
         return slots
 
@@ -132,6 +167,10 @@ class ShmGroup(ExchangeGroup):
             os.sched_yield()
             if try_wait(address) == 0:
                 return
+        self._sleep(segment, address, number, deadline)
+
+    def _sleep(self, segment: Segment, address: int, number: int, deadline: float) -> None:
+        """The same without a spin."""
         while (left := deadline - time.monotonic()) > 0:
             if segment.semaphores.wait(address, min(SLICE_S, left)):
                 return
@@ -153,6 +192,11 @@ class ShmGroup(ExchangeGroup):
         control = segment.control[other]
         if control[Control.LEFT] and control[Control.LAST_ROUND] < number:
             raise RuntimeError(f"member {other} has left the group")
+
+    def _check_announcements(self, segment: Segment, number: int, code: int, total: int) -> None:
+        """RuntimeError unless all others make the same call in the same round."""
+        for other in self._others:
+            self._check_announcement(segment, other, number, code, total)
 
     def _check_announcement(self, segment: Segment, other: int, number: int, code: int, total: int) -> None:
         control, half = segment.control[other], number % 2
@@ -199,14 +243,14 @@ def _call(code: int, total: int) -> str:
 class ShmBackend:
     """`Backend` of one process. Raises CollectiveError on a system without anonymous files or shared semaphores."""
 
-    def __init__(self, slot_bytes: int = SLOT_BYTES) -> None:
+    def __init__(self, slot_bytes: int = SLOT_BYTES, compiled: bool = True) -> None:
         if not hasattr(os, "memfd_create"):
             raise CollectiveError("shm collectives need memfd_create, which this system lacks")
         try:
             self._semaphores = Semaphores()
         except OSError as error:
             raise CollectiveError(f"shm collectives can't be used: {error}") from error
-        self._slot_bytes = slot_bytes
+        self._slot_bytes, self._compiled = slot_bytes, compiled
         self._prepared: dict[str, tuple[bytes, Segment]] = {}
 
     def prepare(self, name: str, ranks: Sequence[int]) -> bytes:
@@ -230,7 +274,7 @@ class ShmBackend:
             segment.join(index)
         except (OSError, ValueError) as error:
             raise CollectiveError(f"group {name}, member {index} of {len(ranks)}: open failed: {error}") from error
-        group = ShmGroup(name, len(ranks), index, timeout_s, segment)
+        group = ShmGroup(name, len(ranks), index, timeout_s, segment, self._compiled)
         group.barrier()
         group.calls = 0
         return group

@@ -59,14 +59,14 @@ class Segment:
         self._closing = weakref.finalize(self, os.close, fd)
         self._fd = fd
         self.semaphores = semaphores
-        control = _align(_HEADER.size, 64)
-        self._semaphores_at = control + size * CONTROL_WORDS * 8
+        self._control_at = _align(_HEADER.size, 64)
+        self._semaphores_at = self._control_at + size * CONTROL_WORDS * 8
         memory = mmap.mmap(fd, _total_bytes(size, slot_bytes))
         self._memory = memory
         self.size = size
         self.slot_bytes = slot_bytes
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        words = memoryview(memory)[control : self._semaphores_at].cast("Q")
+        words = memoryview(memory)[self._control_at : self._semaphores_at].cast("Q")
         self.control = [words[i * CONTROL_WORDS : (i + 1) * CONTROL_WORDS] for i in range(size)]
         """Per member, its words; each member writes its own only."""
 
@@ -108,6 +108,10 @@ class Segment:
             os.close(fd)
             raise
         return cls(fd, size, slot_bytes, semaphores)
+
+    def control_block(self, member: int) -> int:
+        """Address of a member's words."""
+        return self._address + self._control_at + member * CONTROL_WORDS * 8
 
     def semaphore(self, source: int, target: int) -> int:
         """Address of the semaphore that `source` posts and `target` waits for."""

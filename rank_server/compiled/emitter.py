@@ -216,9 +216,8 @@ class Emitter:
 
     def prefetch(self, address: ir.Value) -> None:
         """Asks for a cache line that will be read, into the second cache, where more requests can wait; never fails."""
-        kind = ir.FunctionType(ir.VoidType(), [POINTER, I32, I32, I32])
-        function = self.module.globals.get("llvm.prefetch.p0") or ir.Function(self.module, kind, "llvm.prefetch.p0")
-        self.b.call(function, [self.b.inttoptr(address, POINTER), *(ir.Constant(I32, each) for each in (0, 2, 1))])
+        hints = (ir.Constant(I32, each) for each in (0, 2, 1))
+        self.call("llvm.prefetch.p0", ir.VoidType(), self.b.inttoptr(address, POINTER), *hints)
 
     # -- control
 
@@ -270,9 +269,10 @@ class Emitter:
         self.b.branch(head)
         self.b.position_at_end(end)
 
-    def call(self, name: str, result: ir.Type) -> ir.Value:
-        """Result of a C function of this process without arguments."""
-        return self.b.call(ir.Function(self.module, ir.FunctionType(result, []), name), [])
+    def call(self, name: str, result: ir.Type, *arguments: ir.Value) -> ir.Value:
+        """Result of an operation of LLVM, or of a C function of this process, which no load or store is moved across."""
+        kind = ir.FunctionType(result, [each.type for each in arguments])
+        return self.b.call(self.module.globals.get(name) or ir.Function(self.module, kind, name), arguments)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from functools import cache
 
 import torch
-from llvmlite import ir
 from torch import Tensor
 
-from rank_server.compiled.emitter import I64, POINTER, Compiled, Emitter, translate
+from rank_server.compiled.emitter import I64, Compiled, Emitter, translate
+from rank_server.compiled.memory import copy
 
 _GIVEN = 6
 """The program's arguments: address of the slots, their number, slots of a cache, bytes of a row, number of pairs, slots beyond
@@ -69,12 +69,5 @@ def _program() -> Compiled:
         with e.loop(0, count) as token:
             slot = e.load(slots, I64, token)
             with e.b.if_then(e.b.icmp_signed(">=", slot, e.integer(0))):
-                _copy(e, e.at(store, e.times(slot, row_bytes)), e.at(rows, e.times(token, stride)), row_bytes)
+                copy(e, e.at(store, e.times(slot, row_bytes)), e.at(rows, e.times(token, stride)), row_bytes)
     return translate(e)
-
-
-def _copy(e: Emitter, target: ir.Value, source: ir.Value, size: ir.Value) -> None:
-    kind = ir.FunctionType(ir.VoidType(), [POINTER, POINTER, I64, ir.IntType(1)])
-    name = "llvm.memcpy.p0.p0.i64"
-    function = e.module.globals.get(name) or ir.Function(e.module, kind, name)
-    e.b.call(function, [e.b.inttoptr(target, POINTER), e.b.inttoptr(source, POINTER), size, ir.Constant(ir.IntType(1), 0)])
