@@ -25,11 +25,12 @@ def verdict(progress: rank_pb2.GetProgressResponse, instance: str, stall_limit_s
 async def watch(link: RankLink, timings: Timings) -> str:
     """Polls the rank until it is to be fenced; returns the reason."""
     while True:
+        deadline_s = timings.loading_poll_deadline_s if link.configured is None else timings.poll_deadline_s
         try:
-            progress = await link.progress(timings.poll_deadline_s)
+            progress = await link.progress(deadline_s)
         except grpc.RpcError as error:
             if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                return f"no answer for {timings.poll_deadline_s:g} s"
+                return f"no answer for {deadline_s:g} s"
             return f"it does not answer ({error.code().name})"
         link.last_progress_ms = progress.last_progress_ms
         link.load_fraction = progress.load_fraction

@@ -11,6 +11,8 @@ class Timings:
     """Between two progress polls of a rank."""
     poll_deadline_s: float = 2.0
     """A rank whose event loop does not answer for so long is frozen."""
+    loading_poll_deadline_s: float = 10.0
+    """The same until it has its weights: reading and compiling on all cores of a busy host keep an event loop waiting."""
     stall_floor_s: float = 5.0
     """Least age of a worker's last progress at which it counts as stuck; 4 × the predicted step where that is more."""
     step_floor_s: float = 10.0

@@ -1,8 +1,12 @@
 """When a rank that still has a lane counts as lost."""
 
+from types import SimpleNamespace
+
+import grpc
 import pytest
 
-from coordinator.monitor import verdict
+from coordinator.monitor import verdict, watch
+from coordinator.timings import Timings
 from cp_wire.pb import rank_pb2
 
 
@@ -26,3 +30,19 @@ def test_verdict(answer, limit_s, lost):
 
 def test_verdict_names_age_and_limit():
     assert verdict(progress(1, 7300), "life", 5.0) == "no progress for 7.3 s, the limit is 5.0 s"
+
+
+class TooLate(grpc.RpcError):
+    def code(self):
+        return grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+@pytest.mark.parametrize(("configured", "said"), [(None, "no answer for 10 s"), (rank_pb2.Configured(), "no answer for 2 s")])
+async def test_a_rank_that_reads_its_weights_may_answer_later(configured, said):
+    async def progress(deadline_s):
+        asked.append(deadline_s)
+        raise TooLate
+
+    asked: list[float] = []
+    assert await watch(SimpleNamespace(configured=configured, progress=progress), Timings()) == said
+    assert asked == [float(said.split()[3])]
