@@ -119,8 +119,6 @@ class DecoderModel:
             q, k, v = self._operations.turn(heads, self._num_q, cos, sin, layer.head_norm, eps)
             attended = attend(index, q, k, v).flatten(1)
             if answered is not None and index + 1 == len(way.layers):
-                if len(answered) == 0:
-                    return x.new_zeros(x.shape)
                 attended, x = attended[answered], x[answered]
             first, last = matrices.output_columns
             x = _added(matrices.output, attended[:, first:last], x, way.sum_group)

@@ -59,8 +59,6 @@ class MlaModel:
             q, latents = self._project(layer, self._norm(x, layer.input_norm), cos, sin)
             attended = attend(index, q, latents.unsqueeze(1))
             if answered is not None and index + 1 == len(self.weights.layers):
-                if len(answered) == 0:
-                    return x.new_zeros(x.shape)
                 attended, x = attended[answered], x[answered]
             x = x + self._sum(layer.output(attended.flatten(1)))
             x = x + self._sum(layer.ffn(self._norm(x, layer.ffn_norm)))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from coordinator.plan import Sampling
+from rank_server.kv_pool import KvPool
 from tests.inproc import Shape, cluster
 from tests.tiny_models import greedy_reference
 
@@ -19,12 +20,15 @@ def prompt_of(length, seed):
     return [rng.randrange(200) for _ in range(length)]
 
 
-def fence(pool):
-    """Moves a pool's memory between two strips of NaN, and returns everything."""
-    whole = torch.full((2 * FENCE + pool._data.numel(),), torch.nan)
-    inside = whole[FENCE:-FENCE].view(pool._data.shape)
-    inside.copy_(pool._data)
-    pool._data = inside
+def fence(executor):
+    """Gives a rank a pool of the same content whose memory lies between two strips of NaN; returns everything."""
+    old = executor.pool
+    whole = torch.full((2 * FENCE + old._data.numel(),), torch.nan)
+    inside = whole[FENCE:-FENCE]
+    inside.copy_(old._data.flatten())
+    sizes = (old.num_layers, old.num_blocks, old.block_size, old.num_kv_heads, old.head_dim)
+    executor._pool = KvPool(*sizes, old.dtype, old.device, memory=inside.view(torch.uint8))
+    executor._model = executor._ways = None
     return whole
 
 
@@ -38,9 +42,8 @@ def test_a4_a_full_pool_leaves_its_neighbours_alone(tiny, interleave):
     """One request's cached block on every member; a second request takes all the others, to the last token."""
     path = tiny(heads=8, kv_heads=2)
     with cluster(path, Shape(pcp=CP, dcp=CP, interleave=interleave, block_size=B, blocks=BLOCKS)) as running:
+        wholes = running.everywhere(fence)
         pools = [executor.pool for executor in running.executors]
-        wholes = running.everywhere(lambda executor: fence(executor.pool))
-        running.everywhere(lambda executor: setattr(executor, "_attention", None))
         running.generate([prompt_of(B * CP + 1, 1)], 1)
         free = [running.free_blocks(member) for member in range(CP)]
         assert [len(blocks) for blocks in free] == [BLOCKS - 1] * CP
