@@ -84,3 +84,13 @@ class OnlineMerge:
         if self._merged is None:
             return torch.zeros(self._shape, device=self._device), torch.full(self._shape[:-1], -torch.inf, device=self._device)
         return self._merged
+
+
+def merge_packed(packed: Tensor) -> Tensor:
+    """packed [N, *s, D + 1], fp32, out‖lse of each row → out [*s, D], as `merge_partials` gives it."""
+    if packed.is_cpu:
+        from rank_server.attention.merge_program import merge_packed as compiled  # it needs a compiler
+
+        if (found := compiled(packed)) is not None:
+            return found
+    return merge_partials(packed[..., :-1], packed[..., -1])[0]

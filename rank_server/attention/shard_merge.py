@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from rank_server.attention.group_merge import MERGES
+from rank_server.attention.group_merge import MERGES, merge_whole
 from rank_server.collectives.base import Group
 
 
@@ -28,10 +28,16 @@ class ShardMerge:
         self._d = d
         self._pcp = pcp
         self._merge = MERGES[merge]
+        # The heads of a query group of one are what every member of the DCP group wants.
+        self._gathers_whole = merge == "a2a" and d == 1
 
     def __call__(self, out: Tensor, lse: Tensor) -> Tensor:
         """out [T, d·h, D] and lse [T, d·h], fp32, of all heads of the query group → out [T, h, D] of the own ones."""
-        return out if self._dcp_group.size == 1 else self._merge(self._dcp_group, out, lse, self._chunks)
+        if self._dcp_group.size == 1:
+            return out
+        if self._gathers_whole:
+            return merge_whole(self._dcp_group, out, lse)
+        return self._merge(self._dcp_group, out, lse, self._chunks)
 
     def _chunks(self, x: Tensor) -> Tensor:
         """[T, d·h, E] → [N, T, h, E]: member j gets the heads of query member j // pcp."""

@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rank_server.attention.merge import merge_partials
+from rank_server.attention import merge_program
+from rank_server.attention.merge import merge_packed, merge_partials
 from rank_server.attention.merge_program import merge
 from rank_server.compiled.row_call import FEW_ROWS
 
@@ -51,6 +52,27 @@ def test_b3_any_partials_some_of_them_empty(number, tokens, heads, chunks, sprea
         outs.view(-1, 16 * chunks)[place % lses.numel()] = math.nan
     check(merge(outs, lses), outs, lses)
     check(merge(list(outs), lses), outs, lses)
+
+
+@pytest.mark.parametrize("shape", [(1, 9), (3, 4), (FEW_ROWS, 3), (0, 4), (5,)], ids=str)
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_packed_partials_give_the_same_bits(shape, number):
+    generator = torch.Generator().manual_seed(number)
+    for width in (16, 64):
+        packed = torch.randn(number, *shape, width + 1, generator=generator) * 3
+        if packed.numel():
+            packed[0, ..., -1].view(-1)[0] = -math.inf
+        wanted = merge_partials(packed[..., :-1], packed[..., -1])[0]
+        got = merge_program.merge_packed(packed)
+        assert got is not None and torch.equal(got, wanted)
+        assert torch.equal(merge_packed(packed), wanted)
+
+
+def test_packed_partials_that_the_program_leaves_to_torch():
+    for packed in (torch.randn(2, 3, 16), torch.randn(2, 3, 17).double(), torch.randn(2, 17, 3).transpose(1, 2)):
+        assert merge_program.merge_packed(packed) is None
+        wanted = merge_partials(packed[..., :-1], packed[..., -1])[0]
+        torch.testing.assert_close(merge_packed(packed), wanted, rtol=1e-6, atol=2e-6)
 
 
 def test_what_arrives_side_by_side():
