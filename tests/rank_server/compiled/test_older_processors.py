@@ -34,6 +34,8 @@ def every_program() -> None:
     from rank_server.models.linear import gated, linear
     from tests.rank_server.attention.dense import dense_attention
     from tests.rank_server.attention.test_partial import SCALE, make
+    from tests.rank_server.collectives.harness import Implementation
+    from tests.rank_server.threads import run_ranks
 
     assert not avx512.available()
     x, w, v = (torch.randn(rows, 64, generator=torch.Generator().manual_seed(rows)).to(BF16) for rows in (3, 40, 41))
@@ -53,6 +55,10 @@ def every_program() -> None:
     total = sums.total(torch.stack((x, x)))
     assert total is not None
     near(total, 2 * xs)
+    groups = Implementation("shm", 2).open()
+    for sent in (x[0, :57], xs[0, :57]):
+        for received in run_ranks(2, lambda member: groups[member].all_reduce(sent)):  # noqa: B023
+            near(received, 2 * xs[0, :57])
     case = make(([70], list(range(18))), ([3, 4, 5, 6, 7, 8], [20, 21]), head_dim=16, dtype=BF16)
     out, lse = CpuKernels().paged(case.q, *case.pool.cache(0), case.batch, SCALE)
     for row, (k, v) in zip(case.batch.rows, case.keys, strict=True):
