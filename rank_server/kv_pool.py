@@ -2,13 +2,11 @@
 
 from collections.abc import Sequence
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from rank_server.compiled.slots import RowStore
+from rank_server.compiled.slots import RowStore
 
 
 class KvPool:
@@ -53,7 +51,7 @@ class KvPool:
             raise ValueError(f"memory of {len(memory)} bytes for a KV pool of {prod(shape) * dtype.itemsize}")
         self._data = memory.view(dtype).view(shape)
         self._layers = [tuple(layer) for layer in self._data]
-        self._stores = _stores(self._layers) if memory.device.type == "cpu" else None
+        self._stores = [RowStore(caches) for caches in self._layers] if memory.device.type == "cpu" else None
 
     @property
     def dtype(self) -> torch.dtype:
@@ -113,9 +111,3 @@ class KvPool:
     def fill_nan(self, blocks: Sequence[int]) -> None:
         """Fills the blocks with NaN in every layer: a debug aid that makes any read of stale data visible."""
         self._data[:, :, list(blocks)] = torch.nan
-
-
-def _stores(layers: Sequence[Sequence[Tensor]]) -> "list[RowStore]":
-    from rank_server.compiled.slots import RowStore  # it needs a compiler
-
-    return [RowStore(caches) for caches in layers]

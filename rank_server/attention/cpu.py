@@ -13,7 +13,7 @@ from rank_server.attention.partial import dense_partial, paged_partial
 
 
 class CpuKernels:
-    """`Kernels` of one rank. use_threads: see `CpuDecode`."""
+    """`Kernels` of one rank. use_threads: see `Team.of`."""
 
     def __init__(self, use_threads: bool | None = None) -> None:
         self._decode = CpuDecode(use_threads)

@@ -16,7 +16,7 @@ from torch import Tensor
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.decode_program import ARGUMENT, TILE, DecodeProgram, partial_floats, scratch_floats
 from rank_server.compiled.emitter import LANES, Compiled
-from rank_server.compiled.openmp import parallel, serial
+from rank_server.compiled.team import Team
 
 FEW_QUERIES = 4
 """Queries of one row that read its keys one after the other; more of them are better off with keys read once for all."""
@@ -93,17 +93,16 @@ class Queries:
 class CpuDecode:
     """One rank's calls of the program; what the layers of a step share is kept from one to the next.
 
-    use_threads: None = where OpenMP's are found.
+    use_threads: see `Team.of`.
     """
 
     def __init__(self, use_threads: bool | None = None) -> None:
-        self._team = parallel() is not None if use_threads is None else use_threads
-        self._run = parallel() if self._team else serial
+        self._team = Team.of(use_threads)
         self._prepared: _Prepared | None = None
 
     def warm_up(self, share: int, head_dim: int) -> None:
         """Compiles the program for queries in bf16."""
-        program(share, head_dim, self._team, False)
+        program(share, head_dim, self._team.together, False)
 
     def attend(
         self,
@@ -121,13 +120,13 @@ class CpuDecode:
         Arguments as of `partial.paged_partial`, and such that `suits`; rows: those of the batch that are `few`. All sums are
         fp32, nothing is rounded to bf16.
         """
-        threads = torch.get_num_threads() if self._team else 1
+        threads = self._team.threads
         kv_heads, head_dim = k_cache.shape[2:]
         prepared = self._prepared
         if prepared is None or not prepared.serves(batch, q.shape[1], kv_heads, head_dim, threads):
             prepared = self._prepared = _Prepared.of(rows, batch, q, kv_heads, threads)
         wide = q.dtype != torch.bfloat16
-        compiled = program(q.shape[1] // kv_heads, head_dim, self._team, wide)
+        compiled = program(q.shape[1] // kv_heads, head_dim, self._team.together, wide)
         if wide or q.stride()[1:] != (head_dim, 1):
             q = q.to(torch.float32 if wide else q.dtype).contiguous()
         argument = prepared.argument
@@ -135,8 +134,7 @@ class CpuDecode:
         argument["out"], argument["lse"] = out.data_ptr(), lse.data_ptr()
         argument["k_cache"], argument["v_cache"] = k_cache.data_ptr(), v_cache.data_ptr()
         argument["block_size"], argument["scale"] = k_cache.shape[1], scale
-        assert self._run is not None, "a team has been found"
-        self._run(compiled.address, prepared.address, threads)
+        self._team.run(compiled.address, prepared.address, threads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from rank_server.attention.prefill_program import ARGUMENT, PrefillProgram, scra
 from rank_server.attention.prefill_tile import GROUP, GROUPS
 from rank_server.compiled import avx512
 from rank_server.compiled.emitter import LANES, Compiled
-from rank_server.compiled.openmp import parallel, serial
+from rank_server.compiled.team import Team
 
 LARGEST_DIM = 1024
 """Bound of the memory of a thread."""
@@ -86,18 +86,17 @@ def _one_row(tokens: int, kv_heads: int, share: int, threads: int) -> Items:
 class CpuPrefill:
     """One rank's calls of the program; what the layers of a step share is kept from one to the next.
 
-    use_threads: None = where OpenMP's are found.
+    use_threads: see `Team.of`.
     """
 
     def __init__(self, use_threads: bool | None = None) -> None:
-        self._team = parallel() is not None if use_threads is None else use_threads
-        self._run = parallel() if self._team else serial
+        self._team = Team.of(use_threads)
         self._prepared: _Prepared | None = None
         self._scratch: Tensor | None = None
 
     def warm_up(self, share: int, key_dim: int, value_dim: int) -> None:
         """Compiles the program."""
-        program(share, key_dim, value_dim, self._team)
+        program(share, key_dim, value_dim, self._team.together)
 
     def attend_paged(
         self,
@@ -115,7 +114,7 @@ class CpuPrefill:
         Arguments as of `partial.paged_partial`, and such that `suits`, scale > 0; rows: some of those of the batch, the same
         ones for each layer. Softmax weights are rounded to bf16, scores and sums are fp32.
         """
-        kv_heads, heads, threads = k_cache.shape[2], q.shape[1], self._threads()
+        kv_heads, heads, threads = k_cache.shape[2], q.shape[1], self._team.threads
         prepared = self._prepared
         if prepared is None or not prepared.serves(batch, heads, kv_heads, threads):
             items = Items.of(rows, kv_heads, heads // kv_heads, threads)
@@ -127,14 +126,11 @@ class CpuPrefill:
         tokens, heads, _ = q.shape
         num_keys, kv_heads, value_dim = v.shape
         visible = torch.full((tokens,), num_keys, device=q.device) if seen is None else seen.to(torch.int64).contiguous()
-        items = _one_row(tokens, kv_heads, heads // kv_heads, self._threads())
+        items = _one_row(tokens, kv_heads, heads // kv_heads, self._team.threads)
         out = q.new_empty((tokens, heads, value_dim), dtype=torch.float32)
         lse = q.new_empty((tokens, heads), dtype=torch.float32)
         self._attend(q, k, v, num_keys, items, visible, scale, out, lse)
         return out, lse
-
-    def _threads(self) -> int:
-        return torch.get_num_threads() if self._team else 1
 
     def _attend(
         self,
@@ -150,7 +146,7 @@ class CpuPrefill:
     ) -> None:
         """k, v: block b of a table has the block_size tokens from b · block_size on."""
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        threads, kv_heads = self._threads(), k.shape[-2]
+        threads, kv_heads = self._team.threads, k.shape[-2]
         size = scratch_bytes(q.shape[2], v.shape[-1])
         if self._scratch is None or len(self._scratch) < threads * size:
             self._scratch = torch.empty(threads * size, dtype=torch.uint8, device=q.device)
@@ -163,9 +159,8 @@ class CpuPrefill:
         argument["tables"], argument["items"] = items.tables.ctypes.data, items.items.ctypes.data
         argument["num_items"], argument["kv_heads"] = len(items.items), kv_heads
         argument["block_size"], argument["scale"] = block_size, scale
-        compiled = program(q.shape[1] // kv_heads, q.shape[2], v.shape[-1], self._team)
-        assert self._run is not None, "a team has been found"
-        self._run(compiled.address, argument.ctypes.data, threads)
+        compiled = program(q.shape[1] // kv_heads, q.shape[2], v.shape[-1], self._team.together)
+        self._team.run(compiled.address, argument.ctypes.data, threads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,9 @@ import numpy as np
 from llvmlite import ir
 
 from rank_server.compiled.bfloat import widened
-from rank_server.compiled.emitter import F32, I32, I64, LANES, VECTOR, Compiled, Emitter, translate
+from rank_server.compiled.emitter import F32, I64, LANES, VECTOR, Compiled, Emitter, translate
 from rank_server.compiled.exponential import exponential
+from rank_server.compiled.team import thread_of
 
 TILE = 64
 """Keys between two looks at the highest score."""
@@ -65,9 +66,7 @@ class DecodeProgram:
         self._scale = e.splat(e.b.fptrunc(self._call["scale"], F32))
         self._stored = e.times(self._call["kv_heads"], head_dim * 2)
         self._heads = e.times(self._call["kv_heads"], share)
-        thread, size = e.integer(0), e.integer(1)
-        if team:
-            thread, size = (e.b.sext(e.call(f"omp_get_{name}", I32), I64) for name in ("thread_num", "num_threads"))
+        thread, size = thread_of(e, team)
         scratch = e.at(self._call["scratch"], e.times(thread, 4, self._call["scratch_floats"]))
         self._query = scratch
         self._sums = e.at(scratch, e.times(self._heads, 4 * head_dim))

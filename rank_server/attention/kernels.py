@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch
+from rank_server.attention.cpu import CpuKernels
 from rank_server.attention.gpu import GpuKernels
 
 
@@ -27,8 +28,6 @@ class Kernels(Protocol):
 
 
 def _cpu_kernels(device: torch.device) -> Kernels:
-    from rank_server.attention.cpu import CpuKernels  # it needs a compiler
-
     return CpuKernels()
 
 

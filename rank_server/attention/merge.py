@@ -14,6 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from rank_server.attention import merge_program
+
 
 def clear_empty(out: Tensor, lse: Tensor, num_keys: Tensor) -> None:
     """Makes (out [T, h, D], lse [T, h]) of the rows with num_keys [T] = 0 exactly (0, −inf), in place.
@@ -49,11 +51,8 @@ def merge_partials(outs: Tensor | Sequence[Tensor], lses: Tensor) -> tuple[Tenso
 
     Terms are added in the order given, one at a time: beside the result one buffer of its size is needed.
     """
-    if lses.is_cpu:
-        from rank_server.attention.merge_program import merge  # it needs a compiler
-
-        if (found := merge(outs, lses)) is not None:
-            return found
+    if lses.is_cpu and (found := merge_program.merge(outs, lses)) is not None:
+        return found
     weights, lse = shares(lses)
     merged = scaled(outs[0], weights[0])
     for out, weight in zip(outs[1:], weights[1:], strict=True):
@@ -88,9 +87,6 @@ class OnlineMerge:
 
 def merge_packed(packed: Tensor) -> Tensor:
     """packed [N, *s, D + 1], fp32, out‖lse of each row → out [*s, D], as `merge_partials` gives it."""
-    if packed.is_cpu:
-        from rank_server.attention.merge_program import merge_packed as compiled  # it needs a compiler
-
-        if (found := compiled(packed)) is not None:
-            return found
+    if packed.is_cpu and (found := merge_program.merge_packed(packed)) is not None:
+        return found
     return merge_partials(packed[..., :-1], packed[..., -1])[0]

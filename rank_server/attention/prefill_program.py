@@ -14,6 +14,7 @@ from llvmlite import ir
 
 from rank_server.attention.prefill_tile import ABREAST, GROUP, LINE, ROW, TILE, VECTORS, Layout, TileMath
 from rank_server.compiled.emitter import F32, F64, HALVES, I32, I64, LANES, VECTOR, WORDS, Compiled, Emitter, translate
+from rank_server.compiled.team import thread_of
 
 ARGUMENT = np.dtype(
     [
@@ -61,7 +62,7 @@ class PrefillProgram:
         self._layout = Layout(key_dim, value_dim)
         self._call = e.fields(ARGUMENT)
         self._heads = e.times(self._call["kv_heads"], share)
-        thread = e.b.sext(e.call("omp_get_thread_num", I32), I64) if team else e.integer(0)
+        thread, _ = thread_of(e, team)
         self._scratch = e.at(self._call["scratch"], e.times(thread, self._layout.size))
         binary_scale = e.splat(e.b.fptrunc(e.b.fmul(self._call["scale"], ir.Constant(F64, math.log2(math.e))), F32))
         self._math = TileMath(e, self._scratch, binary_scale, key_dim, value_dim)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from rank_server.collectives.base import CollectiveError
+from rank_server.compiled import sums
 
 SCATTERED_SUM_BYTES = 256 * 1024
 """From this size on, and with more than two members, an all-reduce sums one chunk per member and gathers the sums: it moves
@@ -24,11 +25,8 @@ def sum_in_member_order(parts: Tensor) -> Tensor:
     `parts` is used up: the sum may be taken in its place.
     """
     dtype = parts.dtype
-    if parts.is_cpu:
-        from rank_server.compiled.sums import total as compiled_total  # it needs a compiler
-
-        if (found := compiled_total(parts)) is not None:
-            return found
+    if parts.is_cpu and (found := sums.total(parts)) is not None:
+        return found
     first, *rest = parts.unbind()
     total = first.to(torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype)
     for part in rest:

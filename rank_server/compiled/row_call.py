@@ -10,8 +10,9 @@ from contextlib import contextmanager
 import torch
 from llvmlite import ir
 
-from rank_server.compiled.emitter import I32, I64, Compiled, Emitter
+from rank_server.compiled.emitter import I64, Compiled, Emitter
 from rank_server.compiled.openmp import parallel
+from rank_server.compiled.team import share_of, thread_of
 
 FEW_ROWS = 32
 """So many rows are done before other threads have begun."""
@@ -43,9 +44,5 @@ def arguments(e: Emitter, count: int) -> list[ir.Value]:
 @contextmanager
 def own_rows(e: Emitter, rows: ir.Value) -> Iterator[ir.Value]:
     """Loop over the rows of the thread that runs the program; yields the row's number."""
-    thread, size = e.integer(0), e.integer(1)
-    if parallel() is not None:
-        thread, size = (e.b.sext(e.call(f"omp_get_{name}", I32), I64) for name in ("thread_num", "num_threads"))
-    first, last = (e.b.sdiv(e.times(rows, each), size) for each in (thread, e.at(thread, 1)))
-    with e.loop(first, last) as row:
+    with e.loop(*share_of(e, rows, *thread_of(e, parallel() is not None))) as row:
         yield row

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from rank_server.compiled import avx512
 from rank_server.compiled.emitter import Compiled
-from rank_server.compiled.openmp import Run, parallel, serial
+from rank_server.compiled.openmp import Run, parallel
+from rank_server.compiled.team import Team
 from rank_server.models.product_by_panels import PanelProgram, features_at_a_time, scratch_bytes
 from rank_server.models.product_by_streaming import StreamingProgram
 from rank_server.models.product_program import ARGUMENT
@@ -41,9 +42,7 @@ class Programs:
     @classmethod
     def of(cls, gated: bool, team: bool, pairs: bool) -> "Programs":
         """Compiles them; gated, team, pairs: as of `StreamingProgram`. ValueError for a team where there is none."""
-        run = parallel() if team else serial
-        if run is None:
-            raise ValueError("a team of threads is wanted, but torch has brought no OpenMP runtime")
+        run = Team.of(team).run
         many = PanelProgram(gated, team).translate() if pairs else None
         return cls(run, gated, StreamingProgram(gated, team, pairs).translate(), many)
 

@@ -56,7 +56,7 @@ class TorchOperations:
 def operations_for(device: torch.device, dtype: torch.dtype) -> Operations:
     """The fastest ones for rows of a dtype on a device."""
     if device.type == "cpu" and dtype == torch.bfloat16:
-        from rank_server.models.compiled_operations import CompiledOperations  # it needs a compiler
+        from rank_server.models.compiled_operations import CompiledOperations  # it is made of these
 
         return CompiledOperations()
     return TorchOperations()

@@ -3,8 +3,9 @@
 import numpy as np
 from llvmlite import ir
 
-from rank_server.compiled.emitter import HALVES, I16, I32, I64, LANES, WORDS, Compiled, Emitter, translate
+from rank_server.compiled.emitter import HALVES, I16, LANES, WORDS, Compiled, Emitter, translate
 from rank_server.compiled.exponential import sigmoid
+from rank_server.compiled.team import share_of, thread_of
 
 ARGUMENT = np.dtype(
     [
@@ -38,11 +39,7 @@ class ProductProgram:
         self._matrices = ("gate", "weight") if gated else ("weight",)
         self._e = e = Emitter(name)
         self._call = e.fields(ARGUMENT)
-        self._thread, self._threads = e.integer(0), e.integer(1)
-        if team:
-            self._thread, self._threads = (
-                e.b.sext(e.call(f"omp_get_{each}", I32), I64) for each in ("thread_num", "num_threads")
-            )
+        self._thread, self._threads = thread_of(e, team)
 
     def translate(self) -> Compiled:
         """Machine code for this processor."""
@@ -50,9 +47,7 @@ class ProductProgram:
 
     def _share(self, items: ir.Value) -> tuple[ir.Value, ir.Value]:
         """First and last + 1 of this thread's items."""
-        e = self._e
-        begin, end = (e.b.sdiv(e.times(items, each), self._threads) for each in (self._thread, e.at(self._thread, 1)))
-        return begin, end
+        return share_of(self._e, items, self._thread, self._threads)
 
     def _quotient(self, x: ir.Value, y: ir.Value | int) -> ir.Value:
         """x / y, rounded up."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rank_server.collectives import exchange
 from rank_server.collectives.base import CollectiveError, Group
 from rank_server.collectives.exchange import SCATTERED_SUM_BYTES
 from tests.rank_server.collectives.harness import (
@@ -121,20 +122,41 @@ def test_calls_are_counted_from_the_opening(groups: list[Group]) -> None:
     assert {group.calls for group in groups} == {2}
 
 
-def test_time_in_collectives_is_counted_the_wait_for_others_included(groups: list[Group]) -> None:
-    late_s = 0.05
+def test_time_in_collectives_is_counted_the_wait_for_others_included(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = [0.0], threading.Event()
 
-    def member(index: int) -> tuple[float, float]:
-        group = groups[index]
+    def clock() -> float:
+        """Looked at by every member when a call begins, and when it ends; member 0 looks first."""
+        seen = now[0]
+        waits.set()
+        return seen
+
+    def member(index: int) -> float:
         if index > 0:
-            time.sleep(late_s)
-        before, begun = group.seconds, time.perf_counter()
-        group.barrier()
-        return group.seconds - before, time.perf_counter() - begun
+            assert waits.wait(timeout=20)
+            now[0] = 7.0
+        before = groups[index].seconds
+        groups[index].barrier()
+        return groups[index].seconds - before
 
-    (first, _), *_ = counted = run_ranks(len(groups), member)
-    assert all(0 < seconds <= elapsed for seconds, elapsed in counted)
-    assert len(groups) == 1 or first > late_s / 2
+    monkeypatch.setattr(exchange, "perf_counter", clock)
+    first, *others = run_ranks(len(groups), member)
+    assert first == pytest.approx(7.0 if others else 0.0)
+    assert set(others) <= {0.0}
+
+
+@pytest.mark.parametrize("op", TENSOR_OPS)
+def test_members_meet_over_nothing_as_well(groups: list[Group], op: str) -> None:
+    """Replicas without rows of their own take part in every collective."""
+    size = len(groups)
+    inputs = [torch.zeros(shape_for(op, size, 0, 5), dtype=torch.bfloat16) for _ in groups]
+    for member, result in enumerate(run(groups, op, inputs)):
+        wanted = expected(op, inputs, member)
+        assert wanted is not None
+        assert (result.shape, result.dtype) == (wanted.shape, wanted.dtype)
+    assert {group.calls for group in groups} == {1}
 
 
 def test_wrong_arguments_are_refused_before_anybody_waits(groups: list[Group]) -> None:

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from rank_server.compiled import avx512
-from rank_server.models import compiled_linear
+from rank_server.compiled import avx512, team
 from rank_server.models.compiled_linear import FEW_ROWS, CompiledGated, CompiledLinear, Programs
 from rank_server.models.linear import DenseGated, DenseLinear, gated, linear, parts_of, portions
 
@@ -230,7 +229,7 @@ def test_what_is_compiled():
 
 
 def test_a_team_needs_a_runtime(monkeypatch):
-    monkeypatch.setattr(compiled_linear, "parallel", lambda: None)
+    monkeypatch.setattr(team, "parallel", lambda: None)
     with pytest.raises(ValueError, match="OpenMP"):
         Programs.of(False, team=True, pairs=False)
 

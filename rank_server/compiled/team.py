@@ -1,0 +1,44 @@
+"""Who runs a compiled program: all of OpenMP's threads together, or its caller alone."""
+
+from dataclasses import dataclass
+
+import torch
+from llvmlite import ir
+
+from rank_server.compiled.emitter import I32, I64, Emitter
+from rank_server.compiled.openmp import Run, parallel, serial
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Runs programs that were written for it."""
+
+    together: bool
+    run: Run
+
+    @classmethod
+    def of(cls, together: bool | None = None) -> "Team":
+        """together: None = where OpenMP's threads are found; ValueError where they are wanted and aren't there."""
+        found = parallel()
+        if found is None and together:
+            raise ValueError("a team of threads is wanted, but torch has brought no OpenMP runtime")
+        return cls(False, serial) if found is None or together is False else cls(True, found)
+
+    @property
+    def threads(self) -> int:
+        """At most so many run a program at a time."""
+        return torch.get_num_threads() if self.together else 1
+
+
+def thread_of(e: Emitter, together: bool) -> tuple[ir.Value, ir.Value]:
+    """Number of the thread that runs the program, and how many run it; (0, 1) for one that is run alone."""
+    if not together:
+        return e.integer(0), e.integer(1)
+    number, size = (e.b.sext(e.call(f"omp_get_{name}", I32), I64) for name in ("thread_num", "num_threads"))
+    return number, size
+
+
+def share_of(e: Emitter, items: ir.Value, thread: ir.Value, size: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """First and last + 1 of a thread's items, all threads having near-equal runs of them."""
+    first, last = (e.b.sdiv(e.times(items, each), size) for each in (thread, e.at(thread, 1)))
+    return first, last
