@@ -12,6 +12,8 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
+from cp_wire.host import join_address
+
 DOMAIN = "kvloom"
 MAX_SHOWN = 64
 """Characters of an offending value that an answer repeats."""
@@ -139,7 +141,7 @@ class PortInUse(KvloomError):
     reason = "PORT_IN_USE"
 
     def __init__(self, host: str, port: int, why: str = "the port is in use") -> None:
-        super().__init__(f"cannot listen on {host}:{port}: {why}")
+        super().__init__(f"cannot listen on {join_address(host, port)}: {why}")
 
 
 # The order decides which class stands for a status code that comes without details.

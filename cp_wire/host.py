@@ -47,5 +47,9 @@ def local_host(host: str) -> str:
 def local_address(address: str) -> str:
     """HOST:PORT at which processes of this host reach the server that says it listens on `address`."""
     host, _, port = address.rpartition(":")
-    here = local_host(host.strip("[]"))
-    return f"[{here}]:{port}" if ":" in here else f"{here}:{port}"
+    return join_address(local_host(host.strip("[]")), port)
+
+
+def join_address(host: str, port: int | str) -> str:
+    """HOST:PORT, with brackets around an IPv6 address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

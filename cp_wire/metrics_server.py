@@ -12,8 +12,9 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.metrics_core import Metric
 
 from cp_wire.errors import PortInUse
+from cp_wire.host import join_address
 from cp_wire.logs import get_logger
-from cp_wire.serve import join_address, probe
+from cp_wire.serve import probe
 
 PATH = "/metrics"
 HEAD_BYTES = 8192

@@ -11,6 +11,7 @@ from grpc_reflection.v1alpha import reflection
 from cp_wire.channels import Kind, new_server
 from cp_wire.errors import PortInUse
 from cp_wire.health import Health
+from cp_wire.host import join_address
 
 
 class Server:
@@ -62,11 +63,6 @@ class Server:
             return
         self._health.set_serving(False)
         await self._server.stop(grace_s)
-
-
-def join_address(host: str, port: int) -> str:
-    """HOST:PORT, with brackets around an IPv6 address."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def probe(host: str, port: int) -> None:

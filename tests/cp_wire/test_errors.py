@@ -80,3 +80,8 @@ def test_a_long_value_is_shortened():
     assert len(error.message) < 120
     assert error.message.startswith("stop is xxx")
     assert error.message.endswith("at most 256 characters")
+
+
+@pytest.mark.parametrize(("host", "shown"), [("::1", "[::1]:80"), ("127.0.0.1", "127.0.0.1:80"), ("owl", "owl:80")])
+def test_an_address_that_is_taken_is_shown_as_one_types_it(host, shown):
+    assert errors.PortInUse(host, 80, "so it is").message == f"cannot listen on {shown}: so it is"

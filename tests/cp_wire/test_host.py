@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cp_wire.host import host_identity, is_wildcard, local_address, local_host
+from cp_wire.host import host_identity, is_wildcard, join_address, local_address, local_host
 
 
 def fake_proc(root: Path, boot_id: str = "b-1", namespace: str = "n-1") -> Path:
@@ -83,3 +83,8 @@ def test_a5_addresses_and_names_are_no_wildcards(host):
 )
 def test_a5_a_server_on_all_addresses_is_reached_on_the_loopback(listens, dialled):
     assert local_address(listens) == dialled
+
+
+def test_ipv6_gets_brackets():
+    assert join_address("::1", 5) == "[::1]:5"
+    assert join_address("127.0.0.1", 5) == "127.0.0.1:5"

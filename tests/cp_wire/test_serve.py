@@ -11,7 +11,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from cp_wire import channels
 from cp_wire.errors import PortInUse
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
-from cp_wire.serve import Server, join_address
+from cp_wire.serve import Server
 from tests.cp_wire.services import INFERENCE, Echo, serving
 
 Status = health_pb2.HealthCheckResponse
@@ -97,8 +97,3 @@ async def test_stop_before_start_and_twice():
     await Server("127.0.0.1", 0).stop(0)
     async with serving(Echo()) as (server, _):
         await server.stop(0)
-
-
-def test_ipv6_gets_brackets():
-    assert join_address("::1", 5) == "[::1]:5"
-    assert join_address("127.0.0.1", 5) == "127.0.0.1:5"
