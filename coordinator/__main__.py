@@ -11,7 +11,7 @@ from coordinator.text import TextEdge
 from coordinator.timings import Timings
 from cp_wire import process
 from cp_wire.command_line import ProcessParser
-from cp_wire.flags import add_cluster_flags, add_metrics_flag, integer
+from cp_wire.flags import add_cluster_flags, add_metrics_flag, check_ports, integer
 from cp_wire.logs import configure_logging
 from cp_wire.sides import sides_from
 from model_files import ModelRefused, open_model
@@ -36,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 async def serve(args: argparse.Namespace) -> int:
     """Runs until a signal; raises what keeps the cluster from starting."""
+    check_ports(args)
     model = open_model(args.model)
     sides = sides_from(args, lambda asked: effective_config(asked, model))
     options = Options(

@@ -14,7 +14,7 @@ from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_wire import process
 from cp_wire.effective import settle
-from cp_wire.flags import SIZES, add_cluster_flags, add_metrics_flag, cluster_argv, integer, threads_per_rank
+from cp_wire.flags import SIZES, add_cluster_flags, add_metrics_flag, check_ports, cluster_argv, integer, threads_per_rank
 from cp_wire.host import host_identity, local_host
 from cp_wire.host_memory import available_bytes, max_kv_blocks
 from cp_wire.logs import configure_logging
@@ -89,6 +89,7 @@ def cluster_spec(args: Namespace) -> ClusterSpec:
 
     `ConfigRefused`, `LayoutError` or `ModelRefused` names the law or the setting that stands against it.
     """
+    check_ports(args)
     if args.model is None and all(getattr(args, name) is None for name in SIZES):
         _give_default_sizes(args)
     for name in SIZES:

@@ -5,6 +5,7 @@ import os
 
 from cp_layout.laws import GATHERS
 from cp_layout.model_shape import DTYPE_BYTES
+from cp_wire.errors import ConfigRefused
 from cp_wire.numbers import integer as integer
 from cp_wire.pb import common_pb2
 from cp_wire.side_flags import add_side_flags
@@ -135,6 +136,12 @@ def add_metrics_flag(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="serve metrics for Prometheus over HTTP, at /metrics on this port of --host; 0 = don't (default)",
     )
+
+
+def check_ports(args: argparse.Namespace) -> None:
+    """Raises ConfigRefused where `--port` and `--metrics-port` are the same one; 0 names none."""
+    if args.port and args.port == args.metrics_port:
+        raise ConfigRefused(f"--port and --metrics-port are both {args.port}: calls and metrics need a port each")
 
 
 def cluster_config_from(args: argparse.Namespace) -> common_pb2.ClusterConfig:

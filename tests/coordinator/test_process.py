@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from coordinator.__main__ import build_parser
+from coordinator.__main__ import build_parser, main
 from cp_client import Client, errors
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,6 +63,12 @@ def test_a_wrong_flag_is_refused_in_one_sentence(capsys):
         build_parser().parse_args(["--model", "m", "--port", "x"])
     said = "fatal: argument --port: 'x' is not a whole number (see python -m coordinator --help)\n"
     assert (stopped.value.code, capsys.readouterr().err) == (2, said)
+
+
+def test_one_port_for_calls_and_metrics_is_refused(model, capsys):
+    assert main(["--model", model, "--port", "9464", "--metrics-port", "9464"]) == 2
+    said = "fatal: --port and --metrics-port are both 9464: calls and metrics need a port each\n"
+    assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.cluster

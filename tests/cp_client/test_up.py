@@ -153,6 +153,7 @@ def test_ranks_that_share_a_cpu_have_longer_to_register(model, monkeypatch, cpus
         ("--kv-cache-memory-bytes 4000TiB", "are available to each of 1 ranks"),
         ("--kv-cache-memory-bytes 1", "1 bytes holds no block of 16"),
         ("--kv-cache-tokens-per-rank 18446744073709551615", "are available to each of 1 ranks"),
+        ("--port 9464 --metrics-port 9464", "--port and --metrics-port are both 9464"),
     ],
 )
 def test_j2_a_broken_law_is_refused_before_anything_starts(model, nothing_starts, capsys, words, said):
