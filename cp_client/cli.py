@@ -1,15 +1,21 @@
 """`kvloom`: the command line.
 
 Each command's module is imported only when that command is asked for: `explain` answers without gRPC, `generate`
-without the model files.
+without the model files. Nothing but the guard is imported before it stands, so that Ctrl-C finds no moment of its own.
 """
 
-import sys
-from collections.abc import Callable, Sequence
-from importlib import import_module
+from __future__ import annotations
 
-from cp_client.guard import guarded
-from cp_wire.command_line import CommandParser
+import sys
+
+from cp_client.guard import guarded, interruptible
+
+TYPE_CHECKING = False
+"""What `typing` has under this name; it would take milliseconds to import."""
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from cp_wire.command_line import CommandParser
 
 COMMANDS = {
     "up": ("cp_client.up_command", "add_up_parser", "start a cluster on this host"),
@@ -24,6 +30,10 @@ COMMANDS = {
 
 def build_parser(command: str | None) -> CommandParser:
     """The parser with the full flags of `command` alone; the others are listed only."""
+    from importlib import import_module
+
+    from cp_wire.command_line import CommandParser
+
     parser = CommandParser(prog="kvloom", description="Long-context serving over interleaved KV shards.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, function, summary) in COMMANDS.items():
@@ -42,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(words: list[str]) -> int:
-    args = build_parser(words[0] if words else None).parse_args(words)
+    parser = interruptible(lambda: build_parser(words[0] if words else None))
+    args = parser.parse_args(words)
     status: int = args.func(args)
     return status
 

@@ -1,11 +1,21 @@
 """What the end of a command looks like whatever happens: an exit status and at most one sentence, no traceback."""
 
+from __future__ import annotations
+
 import io
 import os
 import sys
-from collections.abc import Callable
 
 from cp_client.exit_status import FAILED
+
+TYPE_CHECKING = False
+"""What `typing` has under this name; until the guard stands, Ctrl-C ends an import of it in a traceback."""
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 
 def guarded(command: Callable[[], int]) -> int:
@@ -31,6 +41,31 @@ def guarded(command: Callable[[], int]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         print(f"kvloom: {where}{error.strerror or error}", file=sys.stderr)
     return FAILED
+
+
+def interruptible(imports: Callable[[], T]) -> T:
+    """What `imports` returns; Ctrl-C ends it as KeyboardInterrupt, which extension modules make an ImportError of.
+
+    For the main thread.
+    """
+    import signal
+
+    interrupted = False
+
+    def on_interrupt(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, on_interrupt)
+    try:
+        return imports()
+    except Exception as error:
+        if interrupted:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _discard_stdout() -> None:

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from cp_client.guard import guarded
+from cp_client.guard import guarded, interruptible
+from cp_client.interpreter import PACKAGE_ROOT
 
 DEADLINE_S = 60
 GROUPS = ("explain", "groups", "--tp", "64", "--pcp", "64", "--dp", "16")
@@ -66,13 +67,38 @@ def test_ends_that_are_one_sentence(command, said, capfd):
     assert capfd.readouterr() == ("", said)
 
 
-def test_ctrl_c_during_the_imports_of_a_command(tmp_path):
-    """numpy, which `explain` imports, is a module that waits here."""
+WAIT = "import threading\nopen({!r}, 'w').close()\n{}"
+"""A module that says that it is imported and waits to be interrupted."""
+WAITING = "threading.Event().wait(60)\n"
+CHANGING = "try:\n    threading.Event().wait(60)\nexcept BaseException:\n    raise ImportError('of its own') from None\n"
+
+
+@pytest.mark.parametrize(("module", "how"), [("argparse", WAITING), ("numpy", WAITING), ("numpy", CHANGING)])
+def test_ctrl_c_during_the_imports_of_a_command(tmp_path, module, how):
+    """The command line itself imports argparse, `explain` imports numpy, which makes ImportErrors of interrupts."""
     started = tmp_path / "started"
     os.mkfifo(started)
-    (tmp_path / "numpy.py").write_text(f"import threading\nopen({str(started)!r}, 'w').close()\nthreading.Event().wait(60)\n")
+    (tmp_path / f"{module}.py").write_text(WAIT.format(str(started), how))
     child = kvloom(*LENGTHS, PYTHONPATH=str(tmp_path))
     started.read_text()
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=DEADLINE_S)
     assert (child.returncode, err) == (1, "kvloom: interrupted\n")
+
+
+def test_an_import_that_fails_by_itself_is_told_as_it_is():
+    def imports():
+        raise ImportError("broken")
+
+    with pytest.raises(ImportError, match="broken"):
+        interruptible(imports)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nothing_is_imported_before_the_guard_stands():
+    code = """import os, sys; before = set(sys.modules); import cp_client.cli
+print(*sorted(set(sys.modules) - before))"""
+    # Without site-packages, whose start-up files may have imported anything; of `site` itself, os is left.
+    command = [sys.executable, "-S", "-c", code]
+    done = subprocess.run(command, cwd=PACKAGE_ROOT, capture_output=True, text=True, timeout=DEADLINE_S, check=True)
+    assert done.stdout.split() == ["__future__", "cp_client", "cp_client.cli", "cp_client.exit_status", "cp_client.guard"]
