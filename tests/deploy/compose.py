@@ -69,7 +69,8 @@ class LocalServices:
     def start(self, name: str) -> None:
         """Starts a service's command; its output goes to NAME.log."""
         command = self.localised(name, self._services[name]["command"])
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        own = self._services[name].get("environment") or {}
+        environment = os.environ | own | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         with (self._scratch / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
                 command, cwd=self._scratch, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log

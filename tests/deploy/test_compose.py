@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from coordinator.__main__ import build_parser as coordinator_parser
+from cp_client.child import POOL_WAIT
 from cp_client.default_model import DEFAULT_MODEL
 from cp_wire.effective import settle
 from cp_wire.flags import cluster_config_from
@@ -112,6 +113,13 @@ def test_the_ranks_are_those_the_coordinator_expects(services):
         # A rank listens on the name under which others reach it, and finds itself under it.
         assert seat.host == name == services[name]["hostname"]
         assert seat.ranks_on_host == world
+
+
+@pytest.mark.parametrize(("profile", "expected"), [("cpu", POOL_WAIT), ("pd", POOL_WAIT), ("gpu", None)])
+def test_threads_of_a_rank_on_a_cpu_wait_as_those_of_a_local_cluster(configs, profile, expected):
+    coordinator, _, ranks = split(configs[profile]["services"])
+    assert [configs[profile]["services"][name].get("environment") for name in ranks] == [expected] * len(ranks)
+    assert "environment" not in configs[profile]["services"][coordinator]
 
 
 def test_one_gpu_for_each_rank(configs):
