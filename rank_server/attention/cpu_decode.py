@@ -15,8 +15,9 @@ from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.decode_program import ARGUMENT, TILE, DecodeProgram, partial_floats, scratch_floats
-from rank_server.compiled.emitter import LANES, Compiled
+from rank_server.compiled.emitter import LANES
 from rank_server.compiled.team import Team
+from rank_server.compiled.translation import Compiled
 
 FEW_QUERIES = 4
 """Queries of one row that read its keys one after the other; more of them are better off with keys read once for all."""

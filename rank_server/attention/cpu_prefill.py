@@ -16,8 +16,9 @@ from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.prefill_program import ARGUMENT, PrefillProgram, scratch_bytes
 from rank_server.attention.prefill_tile import GROUP, GROUPS
 from rank_server.compiled import avx512
-from rank_server.compiled.emitter import LANES, Compiled
+from rank_server.compiled.emitter import LANES
 from rank_server.compiled.team import Team
+from rank_server.compiled.translation import Compiled
 
 LARGEST_DIM = 1024
 """Bound of the memory of a thread."""

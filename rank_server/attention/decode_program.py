@@ -8,9 +8,10 @@ import numpy as np
 from llvmlite import ir
 
 from rank_server.compiled.bfloat import widened
-from rank_server.compiled.emitter import F32, I64, LANES, VECTOR, Compiled, Emitter, translate
+from rank_server.compiled.emitter import F32, I64, LANES, VECTOR, Emitter
 from rank_server.compiled.exponential import exponential
 from rank_server.compiled.team import thread_of
+from rank_server.compiled.translation import Compiled, translate
 
 TILE = 64
 """Keys between two looks at the highest score."""

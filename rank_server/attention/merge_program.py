@@ -8,9 +8,10 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from rank_server.compiled.emitter import F32, I64, LANES, VECTOR, Emitter, translate
+from rank_server.compiled.emitter import F32, I64, LANES, VECTOR, Emitter
 from rank_server.compiled.exponential import exponential
 from rank_server.compiled.row_call import RowCall, arguments, own_rows
+from rank_server.compiled.translation import translate
 
 _GIVEN, _OF_A_PARTIAL = 5, 4
 """Arguments: rows, width, number of partials, addresses of the merged out and lse; then of each partial the address of out, the

@@ -15,8 +15,9 @@ from llvmlite import ir
 
 from rank_server.collectives.shm_segment import Control, Segment
 from rank_server.collectives.shm_semaphore import CLOCK_MONOTONIC
-from rank_server.compiled.emitter import HALVES, I32, I64, LANES, POINTER, VECTOR, Compiled, Emitter, translate
+from rank_server.compiled.emitter import HALVES, I32, I64, LANES, POINTER, VECTOR, Emitter
 from rank_server.compiled.memory import copy
+from rank_server.compiled.translation import Compiled, translate
 
 SPIN_S = 100e-6
 """How long a wait looks again and again before it sleeps; in between it offers its CPU to whoever wants to run."""

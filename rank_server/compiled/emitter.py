@@ -1,4 +1,4 @@
-"""Writing a program for the processor at hand: LLVM instructions by way of llvmlite, and their translation.
+"""Writing a program for the processor at hand: LLVM instructions by way of llvmlite, which `translation` translates.
 
 The programs are small and written out in vectors of 16 fp32 numbers, which LLVM splits where registers are narrower; so
 translating one takes a fraction of a second. Addresses are 64-bit integers.
@@ -6,7 +6,6 @@ translating one takes a fraction of a second. Addresses are 64-bit integers.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 
 import llvmlite.binding as llvm
@@ -273,28 +272,3 @@ class Emitter:
         """Result of an operation of LLVM, or of a C function of this process, which no load or store is moved across."""
         kind = ir.FunctionType(result, [each.type for each in arguments])
         return self.b.call(self.module.globals.get(name) or ir.Function(self.module, kind, name), arguments)
-
-
-@dataclass(frozen=True, slots=True)
-class Compiled:
-    """Machine code of a function of one address."""
-
-    address: int
-    """Valid as long as this object lives."""
-    engine: llvm.ExecutionEngine
-
-
-def translate(emitter: Emitter) -> Compiled:
-    """Machine code for this processor."""
-    llvm.initialize_native_target()
-    llvm.initialize_native_asmprinter()
-    machine = llvm.Target.from_triple(llvm.get_process_triple()).create_target_machine(
-        cpu=llvm.get_host_cpu_name(), features=llvm.get_host_cpu_features().flatten(), opt=3, jit=True
-    )
-    module = llvm.parse_assembly(emitter.source())
-    module.verify()
-    builder = llvm.create_pass_builder(machine, llvm.create_pipeline_tuning_options(speed_level=3))
-    builder.getModulePassManager().run(module, builder)
-    engine = llvm.create_mcjit_compiler(module, machine)
-    engine.finalize_object()
-    return Compiled(engine.get_function_address(emitter.function.name), engine)

@@ -10,9 +10,10 @@ from contextlib import contextmanager
 import torch
 from llvmlite import ir
 
-from rank_server.compiled.emitter import I64, Compiled, Emitter
+from rank_server.compiled.emitter import I64, Emitter
 from rank_server.compiled.openmp import parallel
 from rank_server.compiled.team import share_of, thread_of
+from rank_server.compiled.translation import Compiled
 
 FEW_ROWS = 32
 """So many rows are done before other threads have begun."""

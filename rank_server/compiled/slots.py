@@ -7,8 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from rank_server.compiled.emitter import I64, Compiled, Emitter, translate
+from rank_server.compiled.emitter import I64, Emitter
 from rank_server.compiled.memory import copy
+from rank_server.compiled.translation import Compiled, translate
 
 _GIVEN = 6
 """The program's arguments: address of the slots, their number, slots of a cache, bytes of a row, number of pairs, slots beyond

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from rank_server.compiled.bfloat import store_rounded, widened
-from rank_server.compiled.emitter import LANES, Emitter, translate
+from rank_server.compiled.emitter import LANES, Emitter
 from rank_server.compiled.row_call import RowCall, arguments, own_rows
+from rank_server.compiled.translation import translate
 
 PIECE = 2048
 """Numbers that a thread sums at a time."""

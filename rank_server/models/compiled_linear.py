@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from rank_server.compiled import avx512
-from rank_server.compiled.emitter import Compiled
 from rank_server.compiled.openmp import Run, parallel
 from rank_server.compiled.team import Team
+from rank_server.compiled.translation import Compiled
 from rank_server.models.product_by_panels import PanelProgram, features_at_a_time, scratch_bytes
 from rank_server.models.product_by_streaming import StreamingProgram
 from rank_server.models.product_program import ARGUMENT

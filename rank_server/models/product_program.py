@@ -3,9 +3,10 @@
 import numpy as np
 from llvmlite import ir
 
-from rank_server.compiled.emitter import HALVES, I16, LANES, WORDS, Compiled, Emitter, translate
+from rank_server.compiled.emitter import HALVES, I16, LANES, WORDS, Emitter
 from rank_server.compiled.exponential import sigmoid
 from rank_server.compiled.team import share_of, thread_of
+from rank_server.compiled.translation import Compiled, translate
 
 ARGUMENT = np.dtype(
     [

@@ -8,8 +8,9 @@ from functools import cache
 from llvmlite import ir
 
 from rank_server.compiled.bfloat import store_rounded, widened
-from rank_server.compiled.emitter import F32, LANES, VECTOR, Emitter, translate
+from rank_server.compiled.emitter import F32, LANES, VECTOR, Emitter
 from rank_server.compiled.row_call import RowCall, arguments, own_rows
+from rank_server.compiled.translation import translate
 
 BYTES = 2
 

@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from rank_server.compiled import avx512
-from rank_server.compiled.emitter import LANES, VECTOR, WORDS, Emitter, translate
+from rank_server.compiled.emitter import LANES, VECTOR, WORDS, Emitter
 from rank_server.compiled.openmp import serial
+from rank_server.compiled.translation import translate
 
 pytestmark = pytest.mark.skipif(not avx512.available(), reason="this processor multiplies no bf16 numbers")
 

@@ -6,8 +6,9 @@ import torch
 
 from rank_server.compiled import emitter
 from rank_server.compiled.bfloat import store_rounded, widened
-from rank_server.compiled.emitter import LANES, VECTOR, Emitter, translate
+from rank_server.compiled.emitter import LANES, VECTOR, Emitter
 from rank_server.compiled.openmp import serial
+from rank_server.compiled.translation import translate
 
 
 def converted(numbers: torch.Tensor, to: torch.dtype) -> torch.Tensor:

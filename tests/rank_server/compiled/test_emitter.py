@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from rank_server.compiled.emitter import HALVES, I64, LANES, VECTOR, WORDS, Emitter, translate
+from rank_server.compiled.emitter import HALVES, I64, LANES, VECTOR, WORDS, Emitter
 from rank_server.compiled.exponential import exponential
 from rank_server.compiled.openmp import parallel
+from rank_server.compiled.translation import translate
 
 RECORD = np.dtype([("source", np.int64), ("result", np.int64), ("count", np.int64)])
 
