@@ -25,8 +25,6 @@ ROW = 4 * GROUP
 """Bytes of a number or a word per query."""
 UNROLLED = 2
 """Words of a key between two branches; divides LANES / 2."""
-LOWEST = -200.0
-"""2^LOWEST is 0 in fp32."""
 POWER = (0.009582845019177822, 0.0559064435184473, 0.2402409889618442, 0.6931241903162472, 1.0)
 """2^r for |r| ≤ 1/2, with a relative error below 3e-6: a thousandth of what rounding to bf16 costs."""
 
@@ -73,9 +71,13 @@ class TileMath:
 
     def base(self, highest: ir.Value) -> ir.Value:
         """Binary logarithm of what weights are relative to, from the highest score; any number where there is none yet."""
+        return self._e.b.fmul(self._reference(highest), self._binary_scale)
+
+    def _reference(self, highest: ir.Value) -> ir.Value:
+        """The score that weights are relative to."""
         e = self._e
         none = e.b.fcmp_ordered("==", highest, e.number(-math.inf, VECTOR))
-        return e.b.select(none, e.number(0.0, VECTOR), e.b.fmul(highest, self._binary_scale))
+        return e.b.select(none, e.number(0.0, VECTOR), highest)
 
     def _score(self, group: ir.Value, vectors: int, begin: ir.Value, keys: ir.Value) -> None:
         """Scores, not scaled yet, −inf where a query does not see the key; `shrinks` and `highest` for what they bring."""
@@ -103,15 +105,20 @@ class TileMath:
                     e.store(score, at, i)
                     e.set(tops[i], e.greatest(score, e.get(tops[i])))
         for i, top in enumerate(tops):
-            shrink = e.b.fsub(e.b.fmul(before[i], self._binary_scale), self.base(e.get(top)))
-            e.store(self._power(shrink), e.at(self._scratch, layout.shrinks), i)
+            shrink = self._weight(before[i], self._reference(e.get(top)))
+            e.store(shrink, e.at(self._scratch, layout.shrinks), i)
             e.store(e.get(top), e.at(group, layout.highest), i)
 
-    def _power(self, x: ir.Value) -> ir.Value:
-        """2^x of x ≤ 0; NaN of NaN."""
+    def _weight(self, score: ir.Value, reference: ir.Value) -> ir.Value:
+        """2^((score − reference) · binary scale), score ≤ reference: 1 of the reference itself, 0 of −inf, NaN of NaN.
+
+        Scaled scores of 2^31 and more are rounded to multiples of 256: if those were subtracted, the highest one's own weight
+        could be 0 or infinite.
+        """
         e = self._e
-        x = e.greatest(e.number(LOWEST, VECTOR), x)
+        x = e.b.fmul(e.b.fsub(score, reference), self._binary_scale)
         n = e.intrinsic("roundeven", x)
+        # Of x = −inf, r and p are NaN, and NaN · 2^−inf is 0.
         r = e.b.fsub(x, n)
         p = e.number(POWER[0], VECTOR)
         for c in POWER[1:]:
@@ -122,7 +129,7 @@ class TileMath:
         """Scores → rounded weights of two neighbours in a word; in the place of scores, in front of those not read yet."""
         e, layout = self._e, self._layout
         scores = e.at(self._scratch, layout.scores)
-        bases = [e.b.fneg(self.base(e.load(e.at(group, layout.highest), VECTOR, i))) for i in range(vectors)]
+        references = [self._reference(e.load(e.at(group, layout.highest), VECTOR, i)) for i in range(vectors)]
         sums = []
         for i in range(vectors):
             shrink = e.load(e.at(self._scratch, layout.shrinks), VECTOR, i)
@@ -133,7 +140,7 @@ class TileMath:
                 both = []
                 for neighbour in range(2):
                     score = e.load(e.at(scores, e.times(key, ROW), neighbour * ROW), VECTOR, i)
-                    both.append(self._power(e.sum_of_products(score, self._binary_scale, bases[i])))
+                    both.append(self._weight(score, references[i]))
                 word = words(e, *both)
                 e.set(sums[i], add_products(e, e.get(sums[i]), word, ones))
                 e.store(word, e.at(scores, e.times(key, ROW // 2)), i)

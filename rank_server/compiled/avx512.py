@@ -40,7 +40,7 @@ def words(e: Emitter, low: ir.Value, high: ir.Value) -> ir.Value:
 
 
 def times_power_of_two(e: Emitter, x: ir.Value, n: ir.Value) -> ir.Value:
-    """x·2^⌊n⌋ in each lane, fp32; NaN of NaN, 0 and infinity where it leaves the range."""
+    """x·2^⌊n⌋ in each lane, fp32; 0 and infinity where it leaves the range; NaN of NaN, but 0 of any x and n = −inf."""
     mask, rounding = ir.Constant(I16, -1), ir.Constant(I32, 4)
     return _call(e, "avx512.mask.scalef.ps.512", VECTOR, x, n, ir.Constant(VECTOR, ir.Undefined), mask, rounding)
 

@@ -216,6 +216,24 @@ def test_b10_scores_far_apart_stay_finite():
     torch.testing.assert_close(out.double(), wanted, rtol=1e-2, atol=1.0)
 
 
+@pytest.mark.parametrize("step", [2.0**exponent for exponent in (-7, 20, 24, 31, 40, 90)])
+@pytest.mark.parametrize("order", ["ascending", "descending", "mixed"])
+def test_scores_of_any_size_are_softened_as_they_are_elsewhere(step, order):
+    """Scores are multiples of step, so exact: from some size on the highest one's key has all of the weight."""
+    q, k, v = tensors(40, 101)
+    numbers = torch.arange(-50, 51)
+    if order != "ascending":
+        numbers = numbers.flip(0) if order == "descending" else numbers[torch.randperm(101, generator=torch.Generator())]
+    q[:], k[:] = 0, 0
+    q[..., 0] = step
+    k[..., 0] = numbers[:, None]
+    seen = torch.arange(62, 102)
+    out, lse = CpuPrefill().attend_dense(q, k, v, 0.3, seen)
+    wanted, wanted_lse = dense_partial(q.float(), k.float(), v.float(), 0.3, seen)
+    torch.testing.assert_close(lse, wanted_lse, rtol=1e-6, atol=1.01 * WEIGHT)
+    torch.testing.assert_close(out, wanted, rtol=0, atol=float(2 * WEIGHT * v.abs().max()))
+
+
 # -- independence
 
 

@@ -67,3 +67,9 @@ def test_powers_of_two():
     found = run(avx512.times_power_of_two, np.float32, x, n)
     wanted = [1.5, 3, 0.75, 12, 1.5 / 16, 1.5 * 2.0**-126, 0, math.inf, math.nan, *(1.5 * 2.0**i for i in range(7))]
     np.testing.assert_array_equal(found, np.array(wanted, dtype=np.float32))
+
+
+def test_nothing_is_left_of_any_number_times_two_to_the_minus_infinity():
+    x = np.array([1.5, -1.5, 0.0, math.nan] * (LANES // 4), dtype=np.float32)
+    found = run(avx512.times_power_of_two, np.float32, x, np.full(LANES, -math.inf, dtype=np.float32))
+    np.testing.assert_array_equal(found, np.zeros(LANES, dtype=np.float32))
