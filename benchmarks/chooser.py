@@ -19,12 +19,11 @@ from statistics import median, quantiles
 from typing import Any, NamedTuple
 
 from benchmarks.crossings import crossover
-from benchmarks.harness import cluster, integers, machine, parser, report, spread
+from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
 from benchmarks.plot import line_chart
 from coordinator.predict import layer_parameters
 from cp_client import Client
 from cp_client.default_model import default_model_path
-from cp_client.guard import guarded
 from cp_layout.cost import CostModel, Rates, StepFacts, seconds
 from cp_layout.grid import Grid
 from cp_wire.flags import integer
@@ -248,4 +247,4 @@ def _context(tokens: float | None) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

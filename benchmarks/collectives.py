@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import integers, machine, parser, report
-from cp_client.guard import guarded
+from benchmarks.harness import integers, machine, parser, report, run_benchmark
 from cp_client.interpreter import same_code_environment
 from cp_wire.flags import integer
 from rank_server.collectives.base import Group
@@ -126,4 +125,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.harness import integers, machine, parser, report, spread
+from benchmarks.harness import integers, machine, parser, report, run_benchmark, spread
 from benchmarks.one_rank import WORDS, OneRank, prompt_of
 from cp_client.default_model import default_model_path
-from cp_client.guard import guarded
 from cp_wire.flags import integer
 from model_files import open_model
 
@@ -116,4 +115,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

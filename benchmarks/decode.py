@@ -9,10 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import cluster, integers, machine, parser, report, spread
+from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
 from benchmarks.plot import line_chart
 from cp_client import Client
-from cp_client.guard import guarded
 from cp_wire.flags import integer
 
 DEFAULT_CONTEXTS = (512, 8000)
@@ -90,4 +89,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

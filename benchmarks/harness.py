@@ -15,8 +15,11 @@ from statistics import median
 from typing import Any
 
 from cp_client import Client
+from cp_client.guard import guarded
 from cp_client.interpreter import same_code_environment
+from cp_wire import process
 from cp_wire.command_line import CommandParser
+from cp_wire.errors import KvloomError
 from cp_wire.flags import integer
 
 STOP_S = 30.0
@@ -29,6 +32,22 @@ def parser(name: str, what: str, plot: str | None = None) -> ArgumentParser:
     if plot is not None:
         result.add_argument("--plot", type=Path, metavar="FILE", help=f"also draw {plot} as an SVG picture")
     return result
+
+
+def run_benchmark(main: Callable[[], int]) -> int:
+    """The exit status of a benchmark's `main`, ended as `guarded` says.
+
+    What a cluster answers instead of a result is the last line on stderr, `fatal: MESSAGE`: status 2 where it refuses what was
+    asked for, such as a prompt beyond the model's length, 1 where it fails.
+    """
+
+    def reported() -> int:
+        try:
+            return main()
+        except KvloomError as error:
+            return process.report(error)
+
+    return guarded(reported)
 
 
 def integers(minimum: int) -> Callable[[str], list[int]]:

@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import machine, parser, report, spread
+from benchmarks.harness import machine, parser, report, run_benchmark, spread
 from benchmarks.plot import line_chart
-from cp_client.guard import guarded
 from cp_layout.capacity import blocks_by_member, roomiest_offset
 from cp_layout.interleave import Layout
 from cp_wire.flags import integer
@@ -75,4 +74,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

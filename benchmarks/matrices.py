@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from benchmarks.harness import integers, machine, parser, report, spread
-from cp_client.guard import guarded
+from benchmarks.harness import integers, machine, parser, report, run_benchmark, spread
 from cp_wire.flags import integer
 from rank_server.models.linear import gated, linear
 
@@ -141,4 +140,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.harness import machine, parser, report
+from benchmarks.harness import machine, parser, report, run_benchmark
 from benchmarks.one_rank import WORDS, OneRank, prompt_of
 from cp_client.default_model import default_model_path
-from cp_client.guard import guarded
 from cp_wire.flags import integer
 from model_files import open_model
 
@@ -57,4 +56,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

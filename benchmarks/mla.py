@@ -21,9 +21,8 @@ import torch
 from benchmarks import seeded
 from benchmarks.compare import measure, of_rank, of_transformers
 from benchmarks.crossings import crossover
-from benchmarks.harness import cluster, integers, machine, parser, report, spread
+from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
 from cp_client import Client
-from cp_client.guard import guarded
 from cp_layout.cost import PARTIAL_BYTES
 from cp_layout.interleave import Layout
 from cp_layout.reorg import context_pieces, gathered_rows
@@ -178,4 +177,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

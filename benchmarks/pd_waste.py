@@ -10,9 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import integers, machine, parser, report
+from benchmarks.harness import integers, machine, parser, report, run_benchmark
 from benchmarks.plot import line_chart
-from cp_client.guard import guarded
 from cp_layout.interleave import Layout
 from cp_layout.reshard import token_runs
 from cp_layout.waste import Sent, token_exact, whole_blocks, whole_virtual_blocks
@@ -113,4 +112,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

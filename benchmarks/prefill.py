@@ -15,10 +15,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import cluster, integers, machine, parser, report, spread
+from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
 from benchmarks.plot import line_chart
 from cp_client import Client
-from cp_client.guard import guarded
 from cp_wire.flags import integer
 
 DEFAULT_PROMPTS = (512, 2048, 4096)
@@ -136,4 +135,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

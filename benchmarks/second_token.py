@@ -13,9 +13,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.harness import cluster, integers, machine, parser, report, spread
+from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
 from cp_client import Client
-from cp_client.guard import guarded
 from cp_wire.flags import integer
 
 WAYS = {
@@ -120,4 +119,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

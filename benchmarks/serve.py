@@ -18,14 +18,13 @@ from random import Random
 from typing import Any
 from uuid import uuid4
 
-from benchmarks.harness import cluster, integers, machine, parser, report, spread
+from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
 from benchmarks.load import Level, Taken, at_once, prompts, rounds, times
 from benchmarks.plot import line_chart
 from cp_client import Client
-from cp_client.errors import InvalidRequest, KvloomError
+from cp_client.errors import KvloomError
 from cp_client.events import Completion
-from cp_client.exit_status import DONE, FAILED, REFUSED
-from cp_client.guard import guarded
+from cp_client.exit_status import DONE, FAILED
 from cp_client.server_args import target
 from cp_wire.flags import integer
 
@@ -146,15 +145,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = flags.parse_args(argv)
     levels = [Level(*pair) for pair in product(dict.fromkeys(args.prompts), dict.fromkeys(args.concurrency))]
     salt = str(uuid4())  # a running cluster may still have the prompts of the last benchmark
-    try:
-        with cluster(*args.up.split()) if args.target is None else Client(args.target) as client:
-            config = client.config()
-            ask = asking(client, args.new_tokens)
-            warm_up(ask, args.prompts, args.vocabulary, salt)
-            rows = rows_of(measure(ask, levels, args, salt))
-    except KvloomError as error:
-        print(f"kvloom: {error.message}", file=sys.stderr)
-        return REFUSED if isinstance(error, InvalidRequest) else FAILED
+    with cluster(*args.up.split()) if args.target is None else Client(args.target) as client:
+        config = client.config()
+        ask = asking(client, args.new_tokens)
+        warm_up(ask, args.prompts, args.vocabulary, salt)
+        rows = rows_of(measure(ask, levels, args, salt))
     if args.plot is not None:
         plot(rows, args.plot)
     document = {
@@ -170,4 +165,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

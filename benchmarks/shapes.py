@@ -16,11 +16,10 @@ from random import Random
 from typing import Any
 
 from benchmarks import seeded
-from benchmarks.harness import cluster, integers, machine, parser, report
+from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark
 from benchmarks.load import Level, Taken, at_once, prompts, rounds, times
 from cp_client import Client
 from cp_client.events import Completion
-from cp_client.guard import guarded
 from cp_wire.flags import integer
 
 SHAPES = {"dp": "-dp 2", "pcp": "-pcp 2 -dcp 2", "tp": "-tp 2"}
@@ -156,4 +155,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

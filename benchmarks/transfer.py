@@ -22,10 +22,9 @@ from typing import Any
 
 import uvloop
 
-from benchmarks.harness import machine, parser, report, spread
+from benchmarks.harness import machine, parser, report, run_benchmark, spread
 from benchmarks.plot import line_chart
 from benchmarks.transfer_ends import START_S, WAYS, payload_of, serve, take
-from cp_client.guard import guarded
 from cp_client.interpreter import same_code_environment
 from cp_wire.flags import integer
 
@@ -158,4 +157,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

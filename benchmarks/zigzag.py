@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.attention import BLOCK_SIZE, HEAD_DIM, HEADS, KV_HEADS, SCALE
-from benchmarks.harness import machine, parser, report
-from cp_client.guard import guarded
+from benchmarks.harness import machine, parser, report, run_benchmark
 from cp_layout.cuts import cut
 from cp_layout.zigzag import BatchRow, partition
 from cp_wire.flags import integer
@@ -147,4 +146,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(guarded(main))
+    sys.exit(run_benchmark(main))

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import serve
+from benchmarks.harness import run_benchmark
 from benchmarks.load import Level
 from benchmarks.serve import Run, asking, lines, main, measure, plot, rows_of
 from cp_client.errors import Exhausted, InvalidRequest
@@ -97,8 +98,8 @@ def test_what_cannot_be_served_ends_it_before_anything_is_measured(error, status
         yield SimpleNamespace(config=lambda: None, complete=complete)
 
     monkeypatch.setattr(serve, "Client", client)
-    assert main(["--target", "127.0.0.1:9", "--prompts", "9"]) == status
-    assert capsys.readouterr().err == f"kvloom: {error.message}\n" and len(asked) == 1
+    assert run_benchmark(lambda: main(["--target", "127.0.0.1:9", "--prompts", "9"])) == status
+    assert capsys.readouterr().err == f"fatal: {error.message}\n" and len(asked) == 1
 
 
 @pytest.mark.parametrize("words", [["--target", "nowhere"], ["--target", "a:1", "--up", "-dp 2"], ["--concurrency", "0"]])

@@ -1,14 +1,20 @@
 """The benchmarks that others script against: their names, the flags that all have, the pictures of the small ones."""
 
+import runpy
+import sys
 import xml.etree.ElementTree
 from importlib import import_module
 
 import pytest
 
-from benchmarks import decode, layout, transfer
+from benchmarks import decode, harness, layout, transfer
 from cp_client.bench_command import BENCHMARKS
+from cp_client.errors import InvalidRequest, Unavailable
 
 FIXED = ("pd-waste", "transfer", "prefill", "decode", "serve", "layout")
+
+
+REFUSED = InvalidRequest("prompt", "9000 tokens", "at most 8191 tokens (max_model_len − 1)")
 
 
 def text_of(picture):
@@ -22,6 +28,21 @@ def test_a_fixed_name_is_there_and_takes_the_flags_of_all(name, capsys):
         import_module(f"benchmarks.{name.replace('-', '_')}").main(["--help"])
     said = capsys.readouterr().out
     assert stopped.value.code == 0 and "--json" in said and "--plot FILE" in said
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+@pytest.mark.parametrize(("answer", "status"), [(REFUSED, 2), (Unavailable("a rank was lost"), 1)], ids=["refused", "failed"])
+def test_what_a_cluster_answers_instead_of_a_result_is_one_sentence(name, answer, status, monkeypatch, capsys):
+    def refuse(*args: object, **options: object) -> None:
+        raise answer
+
+    # All of them make their parser first.
+    monkeypatch.setattr(harness, "parser", refuse)
+    module = f"benchmarks.{name.replace('-', '_')}"
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        runpy.run_module(module, run_name="__main__")
+    assert (stopped.value.code, capsys.readouterr().err) == (status, f"fatal: {answer.message}\n")
 
 
 def test_layout_draws_a_line_per_interleave(tmp_path, capsys):
