@@ -5,6 +5,7 @@ that a drift of the machine meets both alike. Times are member 0's, per call; th
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import integers, machine, parser, report, run_benchmark
-from cp_client.interpreter import same_code_environment
+from benchmarks.member import start_member
 from cp_wire.flags import integer
 from rank_server.collectives.base import Group
 from rank_server.collectives.table import backends
@@ -32,7 +33,10 @@ WARM_UP = 3
 
 @contextmanager
 def open_groups(args: Namespace) -> Iterator[dict[str, Group]]:
-    """This member's end of one group per backend, by name. Member 0 starts the others and waits for their end."""
+    """This member's end of one group per backend, by name. Member 0 starts the others and waits for their end.
+
+    Nobody outlives member 0. While groups open, a signal ends it at once: a handler would wait for the others with it.
+    """
     index, *bootstraps = args.join
     table = {name: backends(HOST)[name]() for name in BACKENDS}
     ranks = range(args.members)
@@ -41,15 +45,22 @@ def open_groups(args: Namespace) -> Iterator[dict[str, Group]]:
         bootstraps = [table[name].prepare(name, ranks).decode() for name in BACKENDS]
         sizes = ",".join(map(str, args.sizes))
         same = ["--members", args.members, "--sizes", sizes, "--blocks", args.blocks, "--calls", args.calls]
-        command = [sys.executable, "-m", "benchmarks.collectives", *map(str, same), "--join"]
-        others = [subprocess.Popen([*command, str(other), *bootstraps], env=same_code_environment()) for other in ranks[1:]]
-    groups = {
-        name: table[name].open(name, ranks, int(index), bootstrap.encode(), OPEN_S)
-        for name, bootstrap in zip(BACKENDS, bootstraps, strict=True)
-    }
+        words = [*map(str, same), "--join"]
+        others += [start_member("benchmarks.collectives", *words, str(other), *bootstraps) for other in ranks[1:]]
+    groups: dict[str, Group] = {}
     try:
+        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+        try:
+            for name, bootstrap in zip(BACKENDS, bootstraps, strict=True):
+                groups[name] = table[name].open(name, ranks, int(index), bootstrap.encode(), OPEN_S)
+        finally:
+            signal.signal(signal.SIGINT, on_interrupt)
         yield groups
         groups["shm"].barrier()
+    except BaseException:
+        for other in others:
+            other.kill()
+        raise
     finally:
         for group in groups.values():
             group.close()

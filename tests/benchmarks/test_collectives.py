@@ -1,11 +1,35 @@
 """The benchmark of collectives, as small as it gets: what it prints, not how fast anything is."""
 
 import json
+import os
+import select
+import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks import collectives
+from benchmarks.member import start_member
+
+END_S = 2.0
+STUCK = """
+import ctypes
+from benchmarks import collectives
+from rank_server.collectives.gloo import GlooBackend
+
+def stuck(*arguments):
+    mutex = ctypes.create_string_buffer(64)
+    lock = ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("opening", flush=True)
+    lock(mutex)
+
+GlooBackend.open = stuck
+collectives.main(["--members", "3"])
+"""
+"""Member 0 opens a group for ever, as if another one never came, inside a call that no handler interrupts."""
 FLAGS = ["--members", "3", "--sizes", "12,4096", "--blocks", "2", "--calls", "2"]
 
 
@@ -32,3 +56,41 @@ def test_the_summary_has_a_line_per_operation_and_size():
     assert heading.startswith("3 members, 4 calls each")
     assert len(lines) == 8
     assert all("gloo" in line and "shm/gloo" in line for line in lines)
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nobody_lingers_when_it_is_ended_while_groups_open(number):
+    first = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
+    try:
+        assert first.stdout.readline() == "opening\n"
+        others = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        assert len(others) == 2
+        waits = [os.pidfd_open(int(pid)) for pid in others]
+        first.send_signal(number)
+        assert first.wait(END_S) == -number
+        assert all(select.select([fd], [], [], END_S)[0] for fd in waits)
+        for fd in waits:
+            os.close(fd)
+    finally:
+        first.kill()
+        first.wait(END_S)
+
+
+@pytest.mark.cluster
+def test_nobody_lingers_when_a_measurement_fails(monkeypatch):
+    started = []
+    monkeypatch.setattr(collectives, "start_member", lambda *words: started.append(start_member(*words)) or started[-1])
+    monkeypatch.setattr(collectives.torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(collectives, "measure", lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        collectives.main(FLAGS)
+    assert [other.poll() for other in started] == [-signal.SIGKILL] * 2
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_member_whose_parent_has_gone_does_nothing():
+    command = [sys.executable, "-m", "benchmarks.member", str(os.getppid()), "benchmarks.collectives", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = f"the process {os.getppid()} that wanted benchmarks.collectives has gone\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
