@@ -1,6 +1,6 @@
 """Attention of a whole grid of ranks, from plan to output, without a model: each row is compared with dense float64."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,6 +11,7 @@ from cp_layout.cuts import cut, kv_head_cut
 from cp_layout.interleave import NOT_MINE, Layout
 from cp_layout.model_shape import ModelShape
 from cp_wire.pb import common_pb2, rank_pb2
+from rank_server.attention.latent import UpProjection
 from rank_server.attention.rows import Span
 from rank_server.collectives.base import Group
 from rank_server.collectives.local import LocalBackend, LocalHub
@@ -36,11 +37,10 @@ GATHERS = {
 
 @dataclass
 class Known:
-    """A request: q [L, H, D], k and v [L, KVH, D] of all the tokens it will ever have."""
+    """A request: q [L, H, dq] and what is stored, K and V [L, KVH, D] each, of all the tokens it will ever have."""
 
     q: Tensor
-    k: Tensor
-    v: Tensor
+    stored: tuple[Tensor, ...]
     tables: list[list[int]]
     offset: int
     computed: int = 0
@@ -68,14 +68,12 @@ class FlowCluster:
     """Ranks of a shape; requests are made by `add` and computed by `step`, which checks every row that any rank computes."""
 
     def __init__(self, shape: Shape, heads: int = 4, kv_heads: int = 2, tolerance: float = 2e-6, blocks: int = 512) -> None:
-        self.model = ModelShape(
-            "llama", 1, heads * HEAD_DIM, heads, kv_heads, HEAD_DIM, 8, 16, 4096, 1e-5, 100.0, False, "float32"
-        )
+        self.model = self.build_model(heads, kv_heads)
         self.shape = shape
         self.layout = Layout(shape.dcp, shape.interleave, shape.block_size)
         self.requests: list[Known] = []
         self._tolerance = tolerance
-        self._generator = torch.Generator().manual_seed(5)
+        self.generator = torch.Generator().manual_seed(5)
         self._free = [np.random.default_rng(member).permutation(blocks).tolist() for member in range(shape.dcp)]
         places = [Place.of(shape.config(), rank, self.model) for rank in range(shape.tp * shape.pcp)]
         self.grid = places[0].grid
@@ -84,12 +82,37 @@ class FlowCluster:
         opened = open_groups([LocalBackend(hub) for _ in places], named)
         self.ranks = [self._rank(place, opened[place.rank], blocks) for place in places]
 
+    def build_model(self, heads: int, kv_heads: int) -> ModelShape:
+        """One layer of grouped-query attention."""
+        return ModelShape("llama", 1, heads * HEAD_DIM, heads, kv_heads, HEAD_DIM, 8, 16, 4096, 1e-5, 100.0, False, "float32")
+
+    def random(self, *sizes: int) -> Tensor:
+        """Normal, seeded."""
+        return torch.randn(*sizes, generator=self.generator)
+
+    def drawn(self, length: int) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Queries of so many tokens, and what is stored of them."""
+        heads, kv_heads = self.model.num_heads, self.model.num_kv_heads
+        q, k, v = (self.random(length, count, HEAD_DIM) for count in (heads, kv_heads, kv_heads))
+        return q, (k, v)
+
+    def ups(self, place: Place) -> Sequence[UpProjection]:
+        """What a rank makes keys and values of latents with, by layer."""
+        return ()
+
+    def caches(self, pool: KvPool) -> Sequence[Tensor]:
+        """[slots, heads, D] of each kind of row that a pool stores."""
+        return [cache.flatten(0, 1) for cache in pool.cache(0)]
+
+    def wanted(self, place: Place, q: Tensor, stored: Sequence[Tensor], visible: Tensor) -> Tensor:
+        """[t, H, dv] float64 output of queries [t, H, dq], of which query i sees the first visible[i] tokens."""
+        k, v = (x.to(place.dtype).to(place.kv_dtype) for x in stored)
+        return dense_attention(q.to(place.dtype), k, v, visible, HEAD_DIM**-0.5)[0]
+
     def add(self, length: int) -> int:
         """A request with random tensors for this many tokens, admitted with the next step that has a row of it."""
-        q = torch.randn(length, self.model.num_heads, HEAD_DIM, generator=self._generator)
-        k, v = (torch.randn(length, self.model.num_kv_heads, HEAD_DIM, generator=self._generator) for _ in range(2))
         offset = len(self.requests) % self.shape.dcp
-        self.requests.append(Known(q, k, v, [[] for _ in range(self.shape.dcp)], offset))
+        self.requests.append(Known(*self.drawn(length), [[] for _ in range(self.shape.dcp)], offset))
         return len(self.requests) - 1
 
     def step(self, counts: dict[int, int], gather: str, prefill: Sequence[int] = (), owner: int | None = None) -> None:
@@ -126,7 +149,7 @@ class FlowCluster:
         for rank in self.ranks:
             written = torch.zeros(rank.pool.num_blocks * self.shape.block_size, dtype=torch.bool)
             heads = slice(*kv_head_cut(self.model.num_kv_heads, self.grid.tp, rank.place.tp_index))
-            caches = [cache.flatten(0, 1) for cache in rank.pool.cache(0)]
+            caches = self.caches(rank.pool)
             for handle, request in enumerate(self.requests):
                 last = only_owner[handle] if only_owner and rank.place.pcp_index != self._owner(handle) else request.computed
                 table = np.array(request.tables[rank.place.member], dtype=np.int64)
@@ -134,7 +157,7 @@ class FlowCluster:
                 slots = self.layout.slots(shard, table, np.arange(last))
                 mine = torch.from_numpy(slots)[slots != NOT_MINE]
                 written[mine] = True
-                for cache, known in zip(caches, (request.k, request.v), strict=True):
+                for cache, known in zip(caches, request.stored, strict=True):
                     wanted = known[:last][torch.from_numpy(slots != NOT_MINE)][:, heads].to(rank.place.dtype).to(cache.dtype)
                     assert torch.equal(cache[mine], wanted), f"rank {rank.place.rank}, request {handle}"
             for cache in caches:
@@ -144,15 +167,16 @@ class FlowCluster:
         return self.ranks[0].sequences.get(handle).owner
 
     def _rank(self, place: Place, groups: dict[str, Group], blocks: int) -> Rank:
-        first, last = kv_head_cut(self.model.num_kv_heads, self.grid.tp, place.tp_index)
-        pool = KvPool(1, blocks, self.shape.block_size, last - first, HEAD_DIM, place.kv_dtype, "cpu")
+        spec = self.model.kv_spec(self.grid.tp)
+        pool = KvPool(1, blocks, self.shape.block_size, spec.heads, spec.width, place.kv_dtype, "cpu", spec.rows)
         pool.fill_nan(range(blocks))
         name = place.group_name
 
         def group(kind: str) -> Group:
             return groups.get(name(kind), SoloGroup(name(kind)))
 
-        return Rank(place, pool, groups, Ways(place, pool, group, self.model, (), self.shape.workspace_bytes))
+        ways = Ways(place, pool, group, self.model, self.ups(place), self.shape.workspace_bytes)
+        return Rank(place, pool, groups, ways)
 
     def _forward(self, rank: Rank, plan: rank_pb2.StepPlan) -> tuple[tuple[Span, ...], Tensor]:
         place = rank.place
@@ -161,18 +185,17 @@ class FlowCluster:
         share, flow = rank.ways.of(plan, rows, rank.sequences)
         q_heads = slice(*cut(self.model.num_heads, self.grid.tp, place.tp_index))
         kv_heads = slice(*kv_head_cut(self.model.num_kv_heads, self.grid.tp, place.tp_index))
-        known = [(self.requests[plan.rows[span.row].handle], span) for span in share.spans]
-        empty = torch.empty(0, self.model.num_heads, HEAD_DIM)
-        q, k, v = (
-            torch.cat([empty[:, : getattr(self.requests[0], name).shape[1]], *(
-                getattr(request, name)[span.start : span.start + span.count] for request, span in known
-            )])
-            for name in "qkv"
-        )  # fmt: skip
-        dtype = place.dtype
-        out = flow.attend(0, q[:, q_heads].to(dtype), k[:, kv_heads].to(dtype), v[:, kv_heads].to(dtype))
+        kinds = range(len(self.requests[0].stored))
+        q = self._rows(plan, share.spans, lambda request: request.q)[:, q_heads]
+        stored = [self._rows(plan, share.spans, lambda request, i=i: request.stored[i])[:, kv_heads] for i in kinds]
+        out = flow.attend(0, q.to(place.dtype), *(x.to(place.dtype) for x in stored))
         commit(plan, rank.sequences)
         return share.spans, out
+
+    def _rows(self, plan: rank_pb2.StepPlan, spans: Sequence[Span], of: Callable[[Known], Tensor]) -> Tensor:
+        """The tokens of the spans, one span after the other, out of one tensor of their requests."""
+        parts = [of(self.requests[plan.rows[span.row].handle])[span.start : span.start + span.count] for span in spans]
+        return torch.cat([of(self.requests[0])[:0], *parts])
 
     def _check_everything_is_computed_once(
         self, plan: rank_pb2.StepPlan, computed: Sequence[tuple[tuple[Span, ...], Tensor]]
@@ -196,9 +219,8 @@ class FlowCluster:
         for span in spans:
             request = self.requests[plan.rows[span.row].handle]
             end = span.start + span.count
-            q = request.q[span.start : end].to(rank.place.dtype)
-            k, v = (x[:end].to(rank.place.dtype).to(rank.place.kv_dtype) for x in (request.k, request.v))
-            wanted = dense_attention(q, k, v, torch.arange(span.start + 1, end + 1), HEAD_DIM**-0.5)[0][:, first:last]
+            visible, known = torch.arange(span.start + 1, end + 1), [x[:end] for x in request.stored]
+            wanted = self.wanted(rank.place, request.q[span.start : end], known, visible)[:, first:last]
             error = (out[at : at + span.count].double() - wanted).abs().amax((1, 2))
             assert (error <= self._tolerance).all(), f"rank {rank.place.rank}, {span}: error per query {error.tolist()}"
             at += span.count
