@@ -206,3 +206,19 @@ def test_replicas_do_not_split_passes_of_a_model_with_latents() -> None:
     assert SPLIT not in computable(latent=True)
     assert SPLIT in computable(latent=False)
     assert choose(StepFacts(decode_rows=1), Replicas(2, 2, computable(latent=True), latent=True)) == Choice()
+
+
+@given(
+    st.builds(StepFacts, st.integers(0, 9), st.integers(0, 90_000)),
+    st.sampled_from([(1, 2, 1), (2, 2, 1), (1, 2, 2), (2, 2, 2), (2, 2, 4), (1, 4, 4)]),
+    st.sampled_from([Gather.NONE, Gather.Q, Gather.KV, Gather.KV_ALL]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_whatever_it_costs_latents_are_never_split(
+    decode: StepFacts, grid: tuple[int, int, int], gather: Gather, beside: bool, bound: bool
+) -> None:
+    replicas = Replicas(*grid[1:], computable(latent=True), gather, latent=True)
+    facts = replace(decode, prefill_rows=1, prefill_tokens=9, prefill_pairs=45) if beside else decode
+    for prices in (None, latent_prices(*grid)):
+        assert choose(facts, replicas, prices, bound).decode_mode is not SPLIT

@@ -61,25 +61,28 @@ def test_log_probabilities_of_prompt_and_output(tiny, name, tp):
     for dcp in {1, tp}:
         with cluster(path, Shape(tp=tp, dcp=dcp, block_size=B, budget=8)) as running:
             (got,) = running.generate([prompt], 5, [sampling])
+        assert [*prompt, *got.token_ids] == ids
         scores = {position: each.sampled for position, each in got.prompt_logprobs.items()}
         assert scores == pytest.approx({i: float(wanted[i - 1, ids[i]]) for i in range(1, len(prompt))}, abs=1e-3)
         assert got.logprobs == pytest.approx([float(wanted[i - 1, ids[i]]) for i in range(len(prompt), len(ids))], abs=1e-3)
 
 
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
 @pytest.mark.parametrize("interleave", [1, B])
 @pytest.mark.parametrize("grid", [(1, 1, 1), (4, 1, 1), (4, 1, 2), (1, 2, 2), (2, 2, 4), (1, 2, 1)], ids=str)
-def test_a_dcp_group_stores_one_latent_per_token_and_layer(tiny, grid, interleave):
+def test_a_dcp_group_stores_one_latent_per_token_and_layer(tiny, grid, interleave, dtype, size):
     """Pools begin full of NaN: what is a number was written."""
     tp, pcp, dcp = grid
-    with cluster(tiny(**MODELS["v3"]), Shape(tp=tp, pcp=pcp, dcp=dcp, interleave=interleave, block_size=B)) as running:
+    shape = Shape(tp=tp, pcp=pcp, dcp=dcp, interleave=interleave, block_size=B, kv_dtype=dtype)
+    with cluster(tiny(**MODELS["v3"]), shape) as running:
         running.submit(list(range(11)), Sampling(temperature=0.0, max_tokens=9))
         for _ in range(3):
             running.step()
         for group in running.grid.dcp_groups():
             pools = [running.executors[rank].pool for rank in group]
-            written = sum(int((~pool._data.isnan()).sum()) for pool in pools)
-            assert written == (11 + 2) * (16 + 4) * 2
-            assert {pool.bytes_per_block for pool in pools} == {2 * B * (16 + 4) * 4}
+            written = sum(int((~pool._data.isnan()).sum()) * pool._data.itemsize for pool in pools)
+            assert written == (11 + 2) * (16 + 4) * size * 2
+            assert {pool.bytes_per_block for pool in pools} == {2 * B * (16 + 4) * size}
 
 
 @pytest.mark.sweep

@@ -139,6 +139,9 @@ def test_tensors_of_a_layer() -> None:
         (V3 | {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported, only 'sigmoid'"),
         (V3 | {"topk_method": "greedy"}, "topk_method = 'greedy' is not supported, only 'noaux_tc'"),
         (V2 | {"scoring_func": "sigmoid"}, "scoring_func = 'sigmoid' is not supported, only 'softmax'"),
+        (V3 | {"scoring_func": "tanh"}, "scoring_func = 'tanh' is not supported, only 'sigmoid'"),
+        (V3 | {"topk_method": "hashed"}, "topk_method = 'hashed' is not supported, only 'noaux_tc'"),
+        (V2 | {"topk_method": "hashed"}, "topk_method = 'hashed' is not supported, only 'greedy' or 'group_limited_greedy'"),
         (V2 | {"topk_method": "noaux_tc"}, "only 'greedy' or 'group_limited_greedy'"),
         (V2 | {"norm_topk_prob": True}, "norm_topk_prob = True is not supported, only False"),
         (V2 | {"rope_interleave": False}, "rope_interleave = False is not supported, only True"),
@@ -172,6 +175,19 @@ def test_layers_of_multi_token_prediction_in_the_files_are_refused_by_name(tiny,
     tensors = load_file(tmp_path / "model.safetensors")
     save_file(tensors | {"model.layers.2.eh_proj.weight": tensors["model.norm.weight"]}, tmp_path / "model.safetensors")
     with pytest.raises(ModelRefused, match=r"tensor model\.layers\.2\.eh_proj\.weight is not part of a Deepseek"):
+        open_model(tmp_path)
+
+
+def test_fp8_tensors_are_refused_by_name_whatever_the_settings_say(tiny, tmp_path) -> None:  # type: ignore[no-untyped-def]
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    source, name = tiny(family="deepseek_v3"), "model.layers.1.self_attn.kv_b_proj.weight"
+    for file in source.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file(tensors | {name: tensors[name].to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelRefused, match=r"tensor model\.layers\.1\.self_attn\.kv_b_proj\.weight has dtype F8_E4M3, only"):
         open_model(tmp_path)
 
 

@@ -1,7 +1,9 @@
 """The DeepSeek decoder against `transformers` in fp32, alone and over tensor-parallel cuts."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from threading import get_ident
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from cp_layout.cuts import cut
 from model_files import expected_tensors, open_model
 from rank_server.attention.latent import UpProjection
 from rank_server.models.mla import MlaModel
+from rank_server.models.moe import Router
 from rank_server.models.sharding import RULES, part_of, resident_tensors
 from rank_server.models.table import load_weights, up_projections
 from tests.exactness.test_mla import MODELS
@@ -69,6 +72,26 @@ def test_logits_equal_transformers(tiny, name, tp):
         assert float((got - expected).abs().max()) <= TOLERANCE
         assert torch.equal(got, logits[0][0])
         assert calls == (0 if tp == 1 else 2 * 2 + 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MODELS)
+def test_all_members_pick_the_same_experts_with_the_same_weights(tiny, monkeypatch, name, dtype):
+    """To the bit: a member that picked another one would leave it out, or add it twice."""
+    plain, picked = Router.__call__, defaultdict(list)
+
+    def watched(self, x):
+        found = plain(self, x)
+        picked[get_ident()].append(found)
+        return found
+
+    monkeypatch.setattr(Router, "__call__", watched)
+    on_members(tiny(**MODELS[name]), 4, lambda model, group: whole_prompt(tiny(**MODELS[name]))(model), dtype)
+    first, *others = picked.values()
+    assert len(others) == 3 and len(first) == 1
+    for other in others:
+        for (experts, weights), (same_experts, same_weights) in zip(first, other, strict=True):
+            assert torch.equal(experts, same_experts) and torch.equal(weights, same_weights)
 
 
 @pytest.mark.parametrize("changed", [{"rope_interleave": False}, {"first_k_dense_replace": 2}, {"first_k_dense_replace": 0}])
