@@ -115,6 +115,11 @@ class Engine:
                 live.relay.leave()
             self._work.set()
 
+    def doubt(self, error: Exception) -> None:
+        """The books may be wrong: the run that goes on, if any, ends with this error."""
+        self._fault = error
+        self._work.set()
+
     def fail_all(self, error: KvloomError) -> None:
         """Ends all requests but those whose last text is on its way; pools and prefix cache are empty afterwards. Prompts that
         were computed for other sets are theirs to end."""
@@ -137,7 +142,8 @@ class Engine:
         # What broke the books before now has gone with the requests that were in them.
         self._fault = None
         while True:
-            await self._text_room()
+            while len(self._text_backlog) > MAX_TEXT_BACKLOG:
+                await self._idle()
             if self._fault is not None:
                 raise self._fault
             started = perf_counter()
@@ -167,10 +173,6 @@ class Engine:
             self.pricing.observe(step, outcome.rank_s)
             self.meter.record(step, perf_counter() - started, outcome.rank_s, outcome.collective_s, plan.ByteSize())
 
-    async def _text_room(self) -> None:
-        while len(self._text_backlog) > MAX_TEXT_BACKLOG:
-            await self._idle()
-
     async def _idle(self) -> None:
         """Until there is work, news of the text that is still on its way, or a fault."""
         self._work.clear()
@@ -196,8 +198,7 @@ class Engine:
                 live.relay.ended()
         self._text_backlog.clear()
         self._committed = []
-        self._fault = error
-        self._work.set()
+        self.doubt(error)
 
     def _check_tables(
         self, tables: Sequence[int], lanes: Sequence[Lane], responses: Sequence[rank_pb2.ExecuteResponse]
@@ -296,4 +297,4 @@ class Engine:
             self.scheduler.abort(live.request.handle)
         except Exception as fault:
             log.error("a request can't be ended", exc=fault, request=live.request.request_id)
-            self._fault = fault
+            self.doubt(fault)

@@ -63,6 +63,11 @@ class KvMover:
         self._columns = dict.fromkeys(source.links, 0)
         """Per source rank, columns of its block table that are leased."""
 
+    @property
+    def target_epoch(self) -> int:
+        """Of the target's ranks, when they were given blocks to write to."""
+        return self._target.epoch
+
     async def move(self, start: int, end: int) -> list[rank_pb2.PullResponse]:
         """Returns when tokens [start, end) are written and verified on every rank that holds some of them; else MoveError.
 
@@ -180,6 +185,10 @@ class KvMover:
                 return True
             except KvloomError as error:
                 log.warning("a transfer was not ended", session=self._session, rank=link.rank, why=error.message)
+                return False
+            except Exception as error:
+                # A fault of this process says as little as silence: the rank may still write or read.
+                log.error("a transfer was not ended", exc=error, session=self._session, rank=link.rank)
                 return False
             return True
 

@@ -1,17 +1,14 @@
 """Leads one request from the set that computes its prompt to the one that computes its output, as `coordinator.pd` says."""
 
-import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import replace
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from coordinator import pd
 from coordinator.engine import Engine
-from coordinator.kv_mover import End, KvMover, MoveError
-from coordinator.pd import Passage, Phase, advance
-from coordinator.rank_link import RankLink
+from coordinator.kv_mover import End, KvMover
+from coordinator.pd import Impossible, Passage, Phase, advance
+from coordinator.pd_work import PdWork
 from coordinator.rank_set import RankSet
 from coordinator.request import Request
 from coordinator.scheduler_types import Progress, QueueFull
@@ -55,11 +52,10 @@ class PdSession:
         """Why the output's set had to compute tokens of the prompt."""
         self._source: RankSet | None = None
         self._target_end: End | None = None
-        self._mover: KvMover | None = None
+        self._work: PdWork | None = None
+        """From the moment when the prompt's set is known."""
         self._events: deque[pd.Event] = deque()
         self._busy = False
-        self._moving: asyncio.Task[Any] | None = None
-        self._renewing: asyncio.Task[Any] | None = None
         self._public = ""
         """What a client may hear of a failure, where there is more to say than its cause."""
 
@@ -93,15 +89,30 @@ class PdSession:
         self._handle(pd.Reserved(num_cached))
 
     def broken(self, error: Exception) -> None:
-        """Ends the request after a fault of the coordinator itself, before anything of it moves."""
+        """Ends the request after a fault of the coordinator itself.
+
+        What it holds is given back as if its client had left. Where even that fails, the sets that have something of it start
+        over, with new books.
+        """
         request = self._live.request
         log.error("a request could not be handed over", exc=error, request=request.request_id, session=request.handle)
         self._live.stream.fail(Internal(f"the request could not be handed over ({type(error).__name__})"))
-        self._events.clear()
+        try:
+            self._give_back(request.handle)
+        except Exception as fault:
+            log.error("a request can't be ended", exc=fault, request=request.request_id, session=request.handle)
+            for side in (self._home, self._source):
+                if side is not None:
+                    side.serving.doubt(fault)
+
+    def _give_back(self, handle: int) -> None:
         if self._source is None:
             self.state = replace(self.state, prefill_holds=False)
-        self._engine.scheduler.cancel(request.handle)
-        self._engine.abort(request.handle)
+        elif self.state.phase is Phase.OVER:
+            self._prompts.scheduler.end_lease(handle)
+        if self.state.moving is None:
+            self._engine.scheduler.cancel(handle)
+        self.ended()
 
     def computed(self, tokens: int) -> None:
         """See `Relay`."""
@@ -147,13 +158,24 @@ class PdSession:
         self._busy = True
         try:
             while self._events:
-                self.state, actions = advance(self.state, self._events.popleft())
-                for action in actions:
-                    self._do(action)
+                self._take(self._events.popleft())
         finally:
             self._busy = False
         if self.state.phase is Phase.OVER:
             self._close()
+
+    def _take(self, event: pd.Event) -> None:
+        """A fault in one action keeps no other from being carried out."""
+        try:
+            self.state, actions = advance(self.state, event)
+        except Impossible as error:
+            self.broken(error)
+            return
+        for action in actions:
+            try:
+                self._do(action)
+            except Exception as error:
+                self.broken(error)
 
     def _do(self, action: pd.Action) -> None:
         handle = self._live.request.handle
@@ -161,12 +183,9 @@ class PdSession:
             case pd.Prefill():
                 self._prefill()
             case pd.Move(start, end, attempt):
-                self._moving = self._spawn(self._move(start, end, attempt), "moving")
-                self._renewing = self._renewing or self._spawn(self._renew(), "prolonging")
+                self._working.move(start, end, attempt)
             case pd.StopMove():
-                if self._moving is not None:
-                    self._moving.cancel()
-                self._spawn(self._stop(), "stopping")
+                self._working.stop_move()
             case pd.Activate(num_tokens, cause):
                 self._activate(num_tokens, cause)
             case pd.Cancel():
@@ -177,14 +196,17 @@ class PdSession:
             case pd.AbortPrefill():
                 self._prompts.stop(handle)
             case pd.EndLease():
-                self._stop_renewing()
-                self._spawn(self._end(), "releasing")
+                self._working.end_lease(lambda: self.state.prefill_holds)
             case pd.ForgetMoves():
-                assert self._mover is not None
-                self._spawn(self._mover.end_pulls(), "forgetting")
+                self._working.forget_moves()
             case pd.FreePrefill():
                 self._prompts.scheduler.end_lease(handle)
                 self._prompts.wake()
+
+    @property
+    def _working(self) -> PdWork:
+        assert self._work is not None
+        return self._work
 
     @property
     def _prompts(self) -> Engine:
@@ -198,7 +220,8 @@ class PdSession:
             return
         source_end = self._hub.end(self._source, self._prompt)
         assert self._target_end is not None
-        self._mover = KvMover(self._prompt.handle, source_end, self._target_end, self._hub.timings)
+        mover = KvMover(self._prompt.handle, source_end, self._target_end, self._hub.timings)
+        self._work = PdWork(self._prompt, mover, self._source, self._home, self._hub, self._handle, self.broken)
         try:
             self._prompts.prefill(self._prompt, self)
         except QueueFull:
@@ -227,73 +250,9 @@ class PdSession:
         self._engine.scheduler.cancel(request.handle)
         self._engine.abort(request.handle)
 
-    async def _move(self, start: int, end: int, attempt: int) -> None:
-        assert self._mover is not None
-        if attempt > 1:
-            await asyncio.sleep(self._hub.timings.move_again_s * 2 ** (attempt - 2))
-        began = perf_counter()
-        try:
-            answers = await self._mover.move(start, end)
-        except MoveError as error:
-            log.warning(
-                "KV did not come over",
-                request=self._live.request.request_id,
-                session=self._prompt.handle,
-                tokens=f"[{start}, {end})",
-                attempt=attempt,
-                cause=error.cause,
-                why=str(error),
-            )
-            self._handle(pd.MoveFailed(error.cause, error.transient))
-            return
-        except Exception as error:
-            log.error("a move failed", exc=error, session=self._prompt.handle)
-            self._handle(pd.MoveFailed("INTERNAL", False))
-            return
-        self._hub.stats.moved(answers, perf_counter() - began)
-        self._handle(pd.Moved())
-
-    async def _renew(self) -> None:
-        """Until cancelled: a chunk may take longer to compute than a lease lasts."""
-        assert self._mover is not None
-        while True:
-            await asyncio.sleep(self._hub.timings.lease_s / 3)
-            await self._mover.renew()
-
-    async def _stop(self) -> None:
-        """Until every target rank has said that it writes nothing more, or the target's epoch is over, which says the same."""
-        assert self._mover is not None and self._target_end is not None
-        epoch = self._target_end.epoch
-        await self._insist(self._mover.end_pulls, self._home, lambda: self._home.epoch == epoch)
-        self._handle(pd.MoveStopped())
-
-    async def _end(self) -> None:
-        """Until every source rank has said that nothing is read any more, or the set is lost, and with it what it held."""
-        assert self._mover is not None and self._source is not None
-        await self._mover.end_pulls()
-        await self._insist(self._mover.end_leases, self._source, lambda: self.state.prefill_holds)
-        self._handle(pd.LeaseEnded())
-
-    async def _insist(self, ask: Callable[[], Awaitable[list[RankLink]]], side: RankSet, matters: Callable[[], bool]) -> None:
-        """Asks until all ranks have done it, or it matters no more. One that is silent for too long is fenced: its blocks would
-        never be free again."""
-        limit_s = self._hub.timings.pull_s
-        until = perf_counter() + limit_s
-        while (silent := await ask()) and matters():
-            if perf_counter() >= until:
-                for link in silent:
-                    side.fence(link, f"it has not ended a transfer for {limit_s:g} s")
-            await asyncio.sleep(self._hub.timings.retry_s)
-
-    def _spawn(self, work: Coroutine[Any, Any, Any], what: str) -> "asyncio.Task[Any]":
-        return self._hub.background.spawn(work, f"{what} request {self._prompt.handle}")
-
-    def _stop_renewing(self) -> None:
-        if self._renewing is not None:
-            self._renewing.cancel()
-
     def _close(self) -> None:
-        self._stop_renewing()
+        if self._work is not None:
+            self._work.close()
         if self._source is not None:
             self._prompts.part(self._prompt.handle)
         self._hub.over(self)

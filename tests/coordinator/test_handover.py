@@ -557,13 +557,13 @@ async def test_a_lost_prefill_rank_and_a_writer_that_is_late_to_stop_harm_nobody
         target.kv.end_pull = late
         await source.die()
         await eventually(lambda: harness.coordinator.sets[0].epoch > 1)
-        renew = session._mover.renew
+        renew = session._work.mover.renew
 
         async def seen() -> None:
             await renew()
             prolonged.set()
 
-        session._mover.renew = seen
+        session._work.mover.renew = seen
         failed = asyncio.create_task(harness.coordinator.failed())
         await asyncio.wait({failed, asyncio.create_task(prolonged.wait())}, timeout=5, return_when=asyncio.FIRST_COMPLETED)
         assert prolonged.is_set() and not failed.done()
