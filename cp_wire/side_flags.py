@@ -65,6 +65,9 @@ def has_sides(args: Namespace) -> bool:
             value = getattr(args, f"{role}_{dest}")
             if value is not None:
                 raise LayoutError(f"--{role}.{flag} {value} is for a side of its own: give --prefill-ranks and --decode-ranks")
+    if args.kv_load_failure_policy != FAILURE_POLICIES[0]:
+        policy = f"--kv-load-failure-policy {args.kv_load_failure_policy}"
+        raise LayoutError(f"{policy} without --prefill-ranks and --decode-ranks: no KV is moved, so none can fail to be")
     return False
 
 

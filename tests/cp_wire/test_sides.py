@@ -58,6 +58,7 @@ REFUSED = {
     "--decode-ranks 2": "--decode-ranks 2 without --prefill-ranks",
     "--prefill.tp 2": "--prefill.tp 2 is for a side of its own",
     "--decode.block-size 8 -tp 2": "--decode.block-size 8 is for a side of its own",
+    "--kv-load-failure-policy fail": "--kv-load-failure-policy fail without --prefill-ranks and --decode-ranks",
     "--prefill-ranks 2 --decode-ranks 1 --prefill.tp 2 --prefill.dcp 4": "prefill side: tp 2 must be a multiple of d = 4",
 }
 
@@ -74,6 +75,10 @@ def test_j2_refused_while_parsing(words, capsys):
         parse(words)
     assert caught.value.code == 2
     assert words.split()[0] in capsys.readouterr().err
+
+
+def test_the_policy_that_holds_anyway_may_be_named():
+    assert [side.role for side in sides("--kv-load-failure-policy recompute")] == ["mixed"]
 
 
 def test_j5_flags_of_sides_survive_being_handed_on():
