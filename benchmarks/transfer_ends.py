@@ -9,7 +9,7 @@ import mmap
 import sys
 import time
 from argparse import Namespace
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from itertools import count
 from math import prod
@@ -42,7 +42,8 @@ SHARDS = 2
 LEASE_S = 600.0
 START_S = 60.0
 INSTANCE = "source"
-WAYS = ("bare", "whole", "single", "shared")
+WAYS = ("bare", "moving", "whole", "single", "shared")
+STREAMS, TRANSFERS = WAYS[:2], WAYS[2:]
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Int64s = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -87,7 +88,7 @@ def sources_of(args: Namespace) -> dict[str, Source]:
     rows[:] = pattern(args, np.arange(length))[..., None]
     generations = Generations(store.geometry.num_blocks)
     sources = {}
-    for way in WAYS[1:]:
+    for way in TRANSFERS:
         place = Place(side_of(args, 1, args.block_size), 0, INSTANCE, host_identity() if way == "shared" else "")
         leases = LeaseTable(generations, time.monotonic, LEASE_S)
         for session in range(args.runs + 1):
@@ -96,25 +97,36 @@ def sources_of(args: Namespace) -> dict[str, Source]:
     return sources
 
 
+def num_messages(args: Namespace) -> int:
+    """Of a bare stream of the payload; the last one is full there, so a little more travels than in a transfer."""
+    return -(-payload_of(args) // int(args.message_bytes))
+
+
+def messages_of(args: Namespace, count: int) -> list[bytes]:
+    """So many different places in memory."""
+    return [bytes([number % 251]) * args.message_bytes for number in range(count)]
+
+
+def add_stream(messages: Sequence[bytes], server: grpc.aio.Server) -> None:
+    """A method that sends as many messages as it is asked for, in turn."""
+
+    async def stream(request: bytes, context: grpc.aio.ServicerContext) -> None:
+        for number in range(int(request)):
+            await context.write(messages[number % len(messages)])
+
+    handlers = {"Stream": grpc.unary_stream_rpc_method_handler(stream)}
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BARE_SERVICE, handlers),))
+
+
 async def serve(args: Namespace) -> None:
     """The serving process: prints its addresses, one per way, and serves until its input closes."""
     if args.keep:
         keep_freed_memory()
-    message = bytes(args.message_bytes)
-
-    async def bare(request: bytes, context: grpc.aio.ServicerContext) -> None:
-        for _ in range(int(request)):
-            await context.write(message)
-
-    def add_bare(_: object, server: grpc.aio.Server) -> None:
-        handlers = {"Stream": grpc.unary_stream_rpc_method_handler(bare)}
-        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(BARE_SERVICE, handlers),))
-
     sources, servers = sources_of(args), [Server(HOST, 0, "data") for _ in WAYS]
     try:
         for way, server in zip(WAYS, servers, strict=True):
-            if way == "bare":
-                server.add(add_bare, None, BARE_SERVICE)
+            if way in STREAMS:
+                server.add(add_stream, messages_of(args, 1 if way == "bare" else num_messages(args)), BARE_SERVICE)
             else:
                 server.add(add_to_server, KvTransferServicer(sources[way]), SERVICE)
             print(await server.start(), flush=True)
@@ -138,9 +150,10 @@ class Stopwatch:
         }
 
 
-async def bare_times(args: Namespace, address: str) -> AsyncIterator[dict[str, Any]]:
-    """Times of each repetition of the bare stream."""
-    messages = -(-payload_of(args) // args.message_bytes)
+async def stream_times(args: Namespace, address: str, kept: bool) -> AsyncIterator[dict[str, Any]]:
+    """Times of each repetition of a bare stream. kept: each message is written to a place of its own."""
+    messages = num_messages(args)
+    places = np.full((messages if kept else 0, args.message_bytes), 255, np.uint8)
     async with open_channel(address, "data") as channel:
         stream = channel.unary_stream(f"/{BARE_SERVICE}/Stream")
         while True:
@@ -148,9 +161,10 @@ async def bare_times(args: Namespace, address: str) -> AsyncIterator[dict[str, A
             call = stream(str(messages).encode(), timeout=START_S)
             got = 0
             while (data := await call.read()) is not grpc.aio.EOF:
-                got += len(data)
-            # The last message is full here, so a little more travels than in a transfer.
-            yield watch.read(payload_of(args) / got)
+                if kept:
+                    places[got] = np.frombuffer(data, np.uint8)
+                got += 1
+            yield watch.read(payload_of(args) / (got * args.message_bytes))
 
 
 class Receiver:
@@ -195,5 +209,5 @@ async def take(args: Namespace) -> None:
     while line := await asyncio.to_thread(sys.stdin.readline):
         way, address = line.split()
         if way not in runs:
-            runs[way] = bare_times(args, address) if way == "bare" else Receiver(args, way, address).times()
+            runs[way] = stream_times(args, address, way == "moving") if way in STREAMS else Receiver(args, way, address).times()
         print(json.dumps(await anext(runs[way])), flush=True)

@@ -17,6 +17,9 @@ from kv_transfer.shared_memory import SharedPool
 Bytes = NDArray[np.uint8]
 Int64s = NDArray[np.int64]
 
+DIRECT_BYTES = 16 << 10
+"""Units of this size are copied from pool to pool one by one; smaller ones cost less by way of a buffer, many at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
@@ -73,6 +76,12 @@ class Picked:
             raise IndexError(f"rows [{rows.start}, {rows.stop}) of {self.num_rows}")
         return self.index.at(start // self.unit_bytes, stop // self.unit_bytes)
 
+    def smaller_units(self, rows: range, size: int) -> list[int]:
+        """The same as units of `size` bytes, which divides `unit_bytes`."""
+        parts = self.unit_bytes // size
+        numbers: list[int] = (self.units(rows)[:, None] * parts + np.arange(parts)).reshape(-1).tolist()
+        return numbers
+
 
 def pick(geometry: Geometry, slots: Int64s, first_head: int, num_heads: int, piece: int = 1) -> Picked:
     """Heads [first, first + num) of the tokens at these slots [n], in every plane; IndexError for what the pool does not have.
@@ -125,6 +134,17 @@ class Store(Protocol):
         """Copies `data` [bytes of the rows] to the rows. No slot was picked twice."""
         ...
 
+    def copy(self, picked: Picked, rows: range, source: "ArrayStore", theirs: Picked) -> None:
+        """Copies the same piece of `theirs`, of another pool in memory that this process can read, to the rows."""
+        ...
+
+
+def copy_by_buffer(target: Store, picked: Picked, rows: range, source: Store, theirs: Picked) -> None:
+    """What `Store.copy` does, in two steps."""
+    data = np.empty(len(rows) * picked.row_bytes, np.uint8)
+    source.read(theirs, rows, data)
+    target.write(picked, rows, data)
+
 
 class ArrayStore:
     """A pool in memory: a C-contiguous uint8 array of `geometry.shape`, shared with its owner. shared: where `data` lies, if
@@ -157,6 +177,16 @@ class ArrayStore:
         """See `Store.write`."""
         index = picked.units(rows)
         self._units(picked)[index] = data.reshape(len(index), picked.unit_bytes)
+
+    def copy(self, picked: Picked, rows: range, source: "ArrayStore", theirs: Picked) -> None:
+        """See `Store.copy`."""
+        unit = gcd(picked.unit_bytes, theirs.unit_bytes)
+        if unit < DIRECT_BYTES:
+            copy_by_buffer(self, picked, rows, source, theirs)
+            return
+        ours, others = self._data.reshape(-1, unit), source._data.reshape(-1, unit)
+        for to, at in zip(picked.smaller_units(rows, unit), theirs.smaller_units(rows, unit), strict=True):
+            ours[to] = others[at]
 
     def _units(self, picked: Picked) -> Bytes:
         return self._data.reshape(-1, picked.unit_bytes)

@@ -14,10 +14,10 @@ def test_every_way_is_compared_with_the_bare_stream():
     command = [sys.executable, "-m", "benchmarks.transfer", *FLAGS]
     document = json.loads(subprocess.run([*command, "--json"], capture_output=True, timeout=120, check=True).stdout)
     assert (document["benchmark"], document["payload_bytes"]) == ("transfer", 1 << 20)
-    bare, kept, whole, single, shared = document["rows"]
-    assert [row["way"] for row in document["rows"]] == ["bare", "bare_kept", "whole", "single", "shared"]
+    bare, kept, moving, whole, single, shared = document["rows"]
+    assert [row["way"] for row in document["rows"]] == ["bare", "bare_kept", "moving", "whole", "single", "shared"]
     assert all(len(row["runs_gib_per_s"]) == 2 for row in document["rows"])
-    assert bare["ratio"] == kept["ratio_kept"] == 1
+    assert bare["ratio"] == kept["ratio_kept"] == moving["ratio_moving"] == 1
     assert all(row["source_cpu_us_per_mib"] > 0 and row["target_cpu_us_per_mib"] > 0 for row in document["rows"])
     assert (whole["messages"], single["messages"]) == (4, 4)
     assert (whole["shared_bytes"], shared["shared_bytes"]) == (0, 1 << 20)
