@@ -1,17 +1,19 @@
 """One message of a transfer as bytes: a valid `FetchResponse` whose payload neither end copies more than it must.
 
 protobuf would copy a payload into the message, and again into the frame, and the same on the way back. Here rows are read
-straight into the frame; the receiver parses the header and looks at the payload where it is.
+straight into the frame; the receiver takes the header apart and looks at the payload where it is.
+
+All fields of a header are there, in the order of their numbers and also those that are 0, and each is of fixed size: so what
+precedes the payload is of the same size, with the same tags, in every frame.
 """
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import google_crc32c
 import numpy as np
-from google.protobuf.message import DecodeError
 from numpy.typing import NDArray
 
 from cp_wire.pb import kv_transfer_pb2 as pb
@@ -20,16 +22,18 @@ from kv_transfer.fresh_bytes import filled
 FETCH = "/kvloom.v1.KvTransferService/Fetch"
 """The method whose responses are frames."""
 
-Buffer = bytes | memoryview
 Bytes = NDArray[np.uint8]
 
-_HEADER_TAG = 0x0A
-_PAYLOAD_TAG = 0x12
+_FIELDS = sorted(pb.FetchHeader.DESCRIPTOR.fields, key=lambda field: field.number)
+_WIDE = [field.type == field.TYPE_FIXED64 for field in _FIELDS]
+_TAGS = tuple(field.number << 3 | (1 if wide else 5) for field, wide in zip(_FIELDS, _WIDE, strict=True))
+_HEADER = struct.Struct("<" + "".join("BQ" if wide else "BI" for wide in _WIDE))
+"""Tag and value of each field; the checksum is the last one."""
+_BEFORE = bytes((0x0A, _HEADER.size))
+"""Tag and length of the header."""
+_PAYLOAD_TAG = bytes((0x12,))
+_LENGTH_AT = len(_BEFORE) + _HEADER.size + 1
 _CHECKED = struct.Struct("<11Q")
-_CRC = struct.Struct("<BI")
-_CRC_TAG = pb.FetchHeader.DESCRIPTOR.fields_by_name["crc32c"].number << 3 | 5
-"""Its field is the last one and of fixed size, also when it is 0: so all that precedes the payload has a size that does not
-depend on the payload."""
 
 
 class Corrupted(ValueError):
@@ -50,30 +54,35 @@ class Stream(NamedTuple):
     end: int
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
+class Header(NamedTuple):
     """What a message says of itself; every field is on the wire and under the checksum."""
 
-    stream: "Stream"
+    stream: Stream
     message: int
     first_row: int
     num_rows: int
 
-    def crc(self, payload: Buffer | Bytes) -> int:
+    def crc(self, payload: Bytes) -> int:
         """CRC32C over the header's fields and the payload."""
-        fields = _CHECKED.pack(*self.stream, self.message, self.first_row, self.num_rows)
-        # The library takes no memoryview, but an array around the same memory.
-        data = np.asarray(payload) if isinstance(payload, memoryview) else payload
-        return int(google_crc32c.extend(google_crc32c.value(fields), data))
+        stream, message, first_row, num_rows = self
+        fields = _CHECKED.pack(*stream, message, first_row, num_rows)
+        return int(google_crc32c.extend(google_crc32c.value(fields), payload))
+
+    def tagged(self, crc: int) -> bytes:
+        """All that precedes the length of the payload."""
+        stream, message, first_row, num_rows = self
+        fields = list(_TAGS) * 2
+        fields[::2] = _TAGS
+        fields[1::2] = (*stream[:4], message, first_row, num_rows, *stream[4:], crc)
+        return _BEFORE + _HEADER.pack(*fields) + _PAYLOAD_TAG
 
 
-@dataclass(frozen=True, slots=True)
-class Frame:
+class Frame(NamedTuple):
     """A received message whose CRC is still to be checked. payload: a view into the frame."""
 
     header: Header
     crc: int
-    payload: memoryview
+    payload: Bytes
 
     def check(self) -> None:
         """`Corrupted` when payload or header are not what was sent."""
@@ -83,56 +92,49 @@ class Frame:
 
 def encode(header: Header, size: int, fill: Callable[[Bytes], None]) -> bytes:
     """The frame with a payload of `size` bytes, which `fill` writes to the array that it is given; raises what that raises."""
-    fields = pb.FetchHeader(
-        **header.stream._asdict(), message=header.message, first_row=header.first_row, num_rows=header.num_rows
-    ).SerializeToString()
-    before = _length(_HEADER_TAG, len(fields) + _CRC.size) + fields
-    between = _length(_PAYLOAD_TAG, size)
-    at = len(before) + _CRC.size + len(between)
+    length = _varint(size)
+    at = _LENGTH_AT + len(length)
 
     def write(frame: Bytes) -> None:
         payload = frame[at:]
         fill(payload)
-        start = before + _CRC.pack(_CRC_TAG, header.crc(payload)) + between
-        frame[:at] = np.frombuffer(start, np.uint8)
+        frame[:at] = np.frombuffer(header.tagged(header.crc(payload)) + length, np.uint8)
 
     return filled(at + size, write)
 
 
 def decode(frame: bytes) -> Frame:
     """Takes a frame apart; `Corrupted` when it is none, or has anything but a header and a payload."""
-    view = memoryview(frame)
-    fields, rest = _field(view, _HEADER_TAG)
-    payload, rest = _field(rest, _PAYLOAD_TAG)
-    if len(rest):
-        raise Corrupted(f"{len(rest)} bytes after the payload")
-    try:
-        header = pb.FetchHeader.FromString(bytes(fields))
-    except DecodeError as error:
-        raise Corrupted("the header is none") from error
-    stream = Stream(*(getattr(header, field) for field in Stream._fields))
-    return Frame(Header(stream, header.message, header.first_row, header.num_rows), header.crc32c, payload)
+    if len(frame) <= _LENGTH_AT or not frame.startswith(_BEFORE) or frame[_LENGTH_AT - 1 : _LENGTH_AT] != _PAYLOAD_TAG:
+        raise Corrupted("a frame is a header and a payload, in this order")
+    fields = _HEADER.unpack_from(frame, len(_BEFORE))
+    if fields[::2] != _TAGS:
+        raise Corrupted("the header is none")
+    values = fields[1::2]
+    stream = Stream(*values[:4], *values[7:11])
+    header = Header(stream, *values[4:7])
+    return Frame(header, values[11], np.frombuffer(frame, np.uint8)[_payload_at(frame) :])
 
 
-def _length(tag: int, size: int) -> bytes:
-    """Tag and length of a field, the length as a base-128 varint."""
-    out = bytearray([tag])
+def _payload_at(frame: bytes) -> int:
+    """Where the payload begins, which ends with the frame."""
+    size = 0
+    for shift, byte in enumerate(frame[_LENGTH_AT : _LENGTH_AT + 5]):
+        size |= (byte & 0x7F) << 7 * shift
+        if byte < 0x80:
+            at = _LENGTH_AT + shift + 1
+            if at + size != len(frame):
+                raise Corrupted(f"a payload of {size} bytes, {len(frame) - at} have come")
+            return at
+    raise Corrupted("a length that does not end")
+
+
+@lru_cache(maxsize=8)
+def _varint(size: int) -> bytes:
+    """A length, seven bits a byte."""
+    out = bytearray()
     while size >= 0x80:
         out.append(size & 0x7F | 0x80)
         size >>= 7
     out.append(size)
     return bytes(out)
-
-
-def _field(view: memoryview, tag: int) -> tuple[memoryview, memoryview]:
-    """Content of the length-delimited field that begins here, and what follows it."""
-    if not len(view) or view[0] != tag:
-        raise Corrupted("a frame is a header and a payload, in this order")
-    size = 0
-    for at in range(1, min(len(view), 6)):
-        size |= (view[at] & 0x7F) << 7 * (at - 1)
-        if view[at] < 0x80:
-            if len(view) < at + 1 + size:
-                raise Corrupted(f"a field of {size} bytes is cut off after {len(view) - at - 1}")
-            return view[at + 1 : at + 1 + size], view[at + 1 + size :]
-    raise Corrupted("a length that does not end")

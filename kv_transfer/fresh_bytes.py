@@ -6,6 +6,7 @@ content, and allows its maker to fill it as long as nobody else has seen it.
 
 import ctypes
 from collections.abc import Callable
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,5 +25,11 @@ def filled(size: int, fill: Callable[[NDArray[np.uint8]], None]) -> bytes:
         fill(out)
         return out.tobytes()
     made: bytes = _new(None, size)
-    fill(np.frombuffer(memoryview((ctypes.c_char * size).from_address(_address(made))), np.uint8))
+    fill(np.frombuffer(_memory(size).from_address(_address(made)), np.uint8))
     return made
+
+
+@lru_cache(maxsize=8)
+def _memory(size: int) -> type[ctypes.Array[ctypes.c_char]]:
+    """The type costs more to make than to fill a small one; messages are of few sizes."""
+    return ctypes.c_char * size

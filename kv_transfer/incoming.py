@@ -7,7 +7,7 @@ from cp_layout.reshard import Link, Runs
 from kv_transfer.framing import Corrupted, Frame, Stream
 from kv_transfer.generations import Generations
 from kv_transfer.pull import Pull, Report
-from kv_transfer.store import ArrayStore, Int64s, Picked, Store, pick
+from kv_transfer.store import Bytes, Int64s, Store, pick
 
 
 class TargetReused(Exception):
@@ -30,7 +30,8 @@ class Incoming:
         geometry = store.geometry
         row_bytes = link.num_heads * geometry.head_bytes
         self.packing = Packing(geometry.planes, runs.tokens, row_bytes, message_bytes)
-        self.missing = set(range(self.packing.num_messages))
+        self._rows = [self.packing.rows(message) for message in range(self.packing.num_messages)]
+        self.missing = set(range(len(self._rows)))
         self._stream: Stream | None = None
         self._pull = pull
         self._link = link
@@ -57,9 +58,9 @@ class Incoming:
         if header.stream != self._stream:
             report.stale += 1
             return
-        if header.message not in range(self.packing.num_messages):
-            raise Corrupted(f"message {header.message} is not one of {self.packing.num_messages}")
-        rows = self.packing.rows(header.message)
+        if header.message >= len(self._rows):
+            raise Corrupted(f"message {header.message} is not one of {len(self._rows)}")
+        rows = self._rows[header.message]
         if (header.first_row, header.num_rows) != (rows.start, len(rows)):
             raise Corrupted(f"message {header.message} has rows from {header.first_row}, not from {rows.start}")
         if len(payload) != len(rows) * self.packing.row_bytes:
@@ -67,26 +68,19 @@ class Incoming:
         if header.message not in self.missing:
             report.duplicates += 1
             return
-        self._check_blocks()
-        self._store.write(self._picked, rows, np.frombuffer(payload, np.uint8))
+        self.write(rows, payload)
         self.count(header.message)
 
     def count(self, message: int) -> None:
         """The message is written and true."""
         self.missing.discard(message)
         self._report.messages += 1
-        self._report.payload_bytes += len(self.packing.rows(message)) * self.packing.row_bytes
+        self._report.payload_bytes += len(self._rows[message]) * self.packing.row_bytes
 
-    def copy(self, rows: range, pool: ArrayStore, picked: Picked) -> None:
-        """Writes a piece of the link's rows, which lies in a pool that this process can read, where it belongs; `TargetReused`.
-
-        picked: the link's rows there.
-        """
-        self._check_blocks()
-        self._store.copy(self._picked, rows, pool, picked)
-
-    def _check_blocks(self) -> None:
+    def write(self, rows: range, data: Bytes) -> None:
+        """Writes a piece of the link's rows where it belongs; `TargetReused`."""
         # Between this look and the end of the write nothing else runs on the thread, and owners change only once no pull of
         # theirs is running; the look catches a caller that breaks that rule.
         if not self._generations.untouched(self._blocks, self._pull.generation):
             raise TargetReused
+        self._store.write(self._picked, rows, data)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cp_layout.errors import LayoutError
 from cp_layout.packing import Packing
@@ -26,13 +27,33 @@ class Outgoing:
     picked: Picked
 
 
+class Claim(NamedTuple):
+    """What a fetch says of the blocks that it reads. It is looked at twice for each message."""
+
+    session: int
+    epoch: int
+    instance: str
+    target_rank: int
+    generation: int
+    reads: tuple[int, int, int]
+    """What replaces one another: attempts of one reader at one range."""
+    attempt: int
+
+    @classmethod
+    def of(cls, request: pb.FetchRequest) -> "Claim":
+        """That of a call."""
+        reads = request.target_rank, request.start, request.end
+        who = request.session, request.epoch, request.instance, request.target_rank
+        return cls(*who, request.generation, reads, request.attempt)
+
+
 class Fetch:
     """One accepted `Fetch` call: `frame` packs its messages, one at a time."""
 
-    def __init__(self, source: "Source", request: pb.FetchRequest, outgoing: Outgoing) -> None:
+    def __init__(self, source: "Source", request: pb.FetchRequest, claim: Claim, outgoing: Outgoing) -> None:
         self.messages: Sequence[int] = list(request.messages)
         self._source = source
-        self._request = request
+        self._claim = claim
         self._outgoing = outgoing
         self._stream = framing.Stream(
             session=request.session,
@@ -51,14 +72,14 @@ class Fetch:
         The identity of the blocks is checked before they are read and again afterwards, so bytes of another owner are never
         sent: `LeaseEnded` or `Stale` instead.
         """
-        message = self.messages[position]
+        message, source = self.messages[position], self._source
         packing, picked = self._outgoing.packing, self._outgoing.picked
         rows = packing.rows(message)
 
         def read(payload: Bytes) -> None:
-            self._source.lease_for(self._request)
-            self._source.store.read(picked, rows, payload)
-            self._source.lease_for(self._request)
+            source.lease_for(self._claim)
+            source.store.read(picked, rows, payload)
+            source.lease_for(self._claim)
 
         header = framing.Header(self._stream, message, rows.start, len(rows))
         return framing.encode(header, len(rows) * packing.row_bytes, read)
@@ -66,11 +87,6 @@ class Fetch:
 
 def _milliseconds(seconds: float) -> int:
     return int(seconds * 1000)
-
-
-def _range_of(request: pb.FetchRequest) -> tuple[int, int, int]:
-    """What replaces one another: attempts of one reader at one range."""
-    return request.target_rank, request.start, request.end
 
 
 class Source:
@@ -117,7 +133,8 @@ class Source:
 
     def open(self, request: pb.FetchRequest) -> Fetch:
         """Accepts a fetch, or refuses it with what is wrong; nothing is read yet."""
-        lease = self.lease_for(request)
+        claim = Claim.of(request)
+        lease = self.lease_for(claim)
         if not 1 <= request.message_bytes <= MAX_MESSAGE_BYTES:
             raise InvalidRequest("message_bytes", request.message_bytes, f"between 1 and {MAX_MESSAGE_BYTES}")
         if not request.start < request.end <= lease.tokens:
@@ -127,19 +144,19 @@ class Source:
         for message in request.messages:
             if message >= num_messages:
                 raise InvalidRequest("messages", message, f"there are {num_messages}")
-        lease.attempts[_range_of(request)] = request.attempt
-        return Fetch(self, request, outgoing)
+        lease.attempts[claim.reads] = request.attempt
+        return Fetch(self, request, claim, outgoing)
 
-    def lease_for(self, request: pb.FetchRequest) -> Lease:
-        """The lease the request speaks of, if everything it says of it still holds."""
-        lease = self._read_by(request)
-        if not request.generation <= lease.generation:
-            raise Stale(f"transfer {request.session} is of generation {lease.generation}, not {request.generation}")
-        if lease.attempts.get(_range_of(request), 0) > request.attempt:
-            raise Stale(f"attempt {request.attempt} of transfer {request.session} was replaced by a newer one")
+    def lease_for(self, claim: Claim) -> Lease:
+        """The lease the claim speaks of, if everything it says of it still holds."""
+        lease = self._read_by(claim)
+        if not claim.generation <= lease.generation:
+            raise Stale(f"transfer {claim.session} is of generation {lease.generation}, not {claim.generation}")
+        if lease.attempts.get(claim.reads, 0) > claim.attempt:
+            raise Stale(f"attempt {claim.attempt} of transfer {claim.session} was replaced by a newer one")
         return lease
 
-    def _read_by(self, request: pb.FetchRequest | pb.RenewRequest) -> Lease:
+    def _read_by(self, request: Claim | pb.RenewRequest) -> Lease:
         lease = self._lease(request.session, request.epoch, request.instance)
         if request.target_rank not in lease.readers:
             raise Stale(f"rank {request.target_rank} has released transfer {request.session}, or was never to read it")

@@ -17,8 +17,9 @@ from kv_transfer.shared_memory import SharedPool
 Bytes = NDArray[np.uint8]
 Int64s = NDArray[np.int64]
 
-DIRECT_BYTES = 16 << 10
-"""Units of this size are copied from pool to pool one by one; smaller ones cost less by way of a buffer, many at a time."""
+WRITTEN_BYTES = 2 << 10
+"""Larger units are written in parts of it, if it divides them: some C libraries copy more at once by an instruction that takes
+twice as long where the source, as what lies in a message, is at an odd address."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +70,19 @@ class Picked:
     row_bytes: int
     num_rows: int
 
-    def units(self, rows: range) -> Int64s:
-        """Units of a piece of the rows; IndexError when it is cut across one or ends beyond the last row."""
+    def units(self, rows: range, size: int | None = None) -> Int64s:
+        """Units of a piece of the rows; IndexError when it is cut across one or ends beyond the last row.
+
+        size: of smaller units that are meant instead; divides `unit_bytes`.
+        """
         start, stop = rows.start * self.row_bytes, rows.stop * self.row_bytes
         if not 0 <= rows.start <= rows.stop <= self.num_rows or start % self.unit_bytes or stop % self.unit_bytes:
             raise IndexError(f"rows [{rows.start}, {rows.stop}) of {self.num_rows}")
-        return self.index.at(start // self.unit_bytes, stop // self.unit_bytes)
-
-    def smaller_units(self, rows: range, size: int) -> list[int]:
-        """The same as units of `size` bytes, which divides `unit_bytes`."""
+        units = self.index.at(start // self.unit_bytes, stop // self.unit_bytes)
+        if size is None or size == self.unit_bytes:
+            return units
         parts = self.unit_bytes // size
-        numbers: list[int] = (self.units(rows)[:, None] * parts + np.arange(parts)).reshape(-1).tolist()
-        return numbers
+        return (units[:, None] * parts + np.arange(parts)).reshape(-1)
 
 
 def pick(geometry: Geometry, slots: Int64s, first_head: int, num_heads: int, piece: int = 1) -> Picked:
@@ -134,17 +136,6 @@ class Store(Protocol):
         """Copies `data` [bytes of the rows] to the rows. No slot was picked twice."""
         ...
 
-    def copy(self, picked: Picked, rows: range, source: "ArrayStore", theirs: Picked) -> None:
-        """Copies the same piece of `theirs`, of another pool in memory that this process can read, to the rows."""
-        ...
-
-
-def copy_by_buffer(target: Store, picked: Picked, rows: range, source: Store, theirs: Picked) -> None:
-    """What `Store.copy` does, in two steps."""
-    data = np.empty(len(rows) * picked.row_bytes, np.uint8)
-    source.read(theirs, rows, data)
-    target.write(picked, rows, data)
-
 
 class ArrayStore:
     """A pool in memory: a C-contiguous uint8 array of `geometry.shape`, shared with its owner. shared: where `data` lies, if
@@ -171,22 +162,15 @@ class ArrayStore:
         """See `Store.read`."""
         index = picked.units(rows)
         # `clip` spares a second look at an index that `pick` has looked at.
-        np.take(self._units(picked), index, axis=0, out=out.reshape(len(index), picked.unit_bytes), mode="clip")
+        self._units(picked.unit_bytes).take(index, axis=0, out=out.reshape(len(index), picked.unit_bytes), mode="clip")
 
     def write(self, picked: Picked, rows: range, data: Bytes) -> None:
         """See `Store.write`."""
-        index = picked.units(rows)
-        self._units(picked)[index] = data.reshape(len(index), picked.unit_bytes)
+        size = gcd(picked.unit_bytes, WRITTEN_BYTES)
+        if size < WRITTEN_BYTES:
+            size = picked.unit_bytes
+        index = picked.units(rows, size)
+        self._units(size)[index] = data.reshape(len(index), size)
 
-    def copy(self, picked: Picked, rows: range, source: "ArrayStore", theirs: Picked) -> None:
-        """See `Store.copy`."""
-        unit = gcd(picked.unit_bytes, theirs.unit_bytes)
-        if unit < DIRECT_BYTES:
-            copy_by_buffer(self, picked, rows, source, theirs)
-            return
-        ours, others = self._data.reshape(-1, unit), source._data.reshape(-1, unit)
-        for to, at in zip(picked.smaller_units(rows, unit), theirs.smaller_units(rows, unit), strict=True):
-            ours[to] = others[at]
-
-    def _units(self, picked: Picked) -> Bytes:
-        return self._data.reshape(-1, picked.unit_bytes)
+    def _units(self, size: int) -> Bytes:
+        return self._data.reshape(-1, size)

@@ -3,7 +3,6 @@
 import os
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -58,7 +57,7 @@ def stale(frame: bytes, rng: random.Random) -> list[bytes]:
     taken = framing.decode(frame)
     stream = taken.header.stream._asdict()
     stream[rng.choice(list(stream))] += 1
-    header = replace(taken.header, stream=framing.Stream(**stream))
+    header = taken.header._replace(stream=framing.Stream(**stream))
     return [encode(header, bytes(taken.payload))]
 
 

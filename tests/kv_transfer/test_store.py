@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kv_transfer import store as store_module
+from kv_transfer import store
 from kv_transfer.store import ArrayStore, Geometry, pick
 
 SHAPE = (2, 3, 4, 6, 8)
@@ -32,34 +32,6 @@ def moved(slots: list[int], first: int, num: int, piece: int) -> None:
     np.testing.assert_array_equal(data, after)
 
 
-@pytest.mark.parametrize("direct", [1, 1 << 30], ids=["unit by unit", "by a buffer"])
-@pytest.mark.parametrize(
-    ("theirs", "ours"),
-    [([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 0, 1, 2, 3]), ([2, 3, 8, 9], [8, 9, 10, 11]), ([11, 0, 6, 5], [3, 2, 1, 0])],
-)
-@pytest.mark.parametrize(("first", "to", "num"), [(0, 0, 6), (2, 4, 2), (1, 3, 3)])
-def test_copies_what_a_read_and_a_write_would(
-    direct: int, theirs: list[int], ours: list[int], first: int, to: int, num: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(store_module, "DIRECT_BYTES", direct)
-    source, targets = ArrayStore(pool()), [pool() ^ 255 for _ in range(2)]
-    total = 2 * len(ours)
-    for piece in (4, total):
-        copied, written = (ArrayStore(target) for target in targets)
-        there = pick(source.geometry, np.array(theirs), first, num, piece)
-        here = pick(copied.geometry, np.array(ours), to, num, piece)
-        for start in range(0, total, piece):
-            part = range(start, min(start + piece, total))
-            copied.copy(here, part, source, there)
-            data = np.empty(len(part) * num * 8, np.uint8)
-            source.read(there, part, data)
-            written.write(here, part, data)
-        np.testing.assert_array_equal(*targets)
-        assert not (targets[0] == pool() ^ 255).all()
-        for target in targets:
-            target[:] = pool() ^ 255
-
-
 @pytest.mark.parametrize("piece", [1, 3, 8])
 @pytest.mark.parametrize(("first", "num"), [(0, 6), (0, 1), (5, 1), (2, 2), (3, 3), (1, 2), (1, 4), (2, 4)])
 def test_reads_and_writes_what_indexing_would(first: int, num: int, piece: int) -> None:
@@ -72,6 +44,13 @@ def test_reads_and_writes_what_indexing_would(first: int, num: int, piece: int) 
 )
 def test_neighbours_that_move_together_end_where_single_rows_would(slots: list[int], piece: int) -> None:
     moved(slots, 0, 6, piece)
+
+
+@pytest.mark.parametrize("written", [16, 64, 1024], ids=["a third of a row", "a third of four rows", "more"])
+def test_neighbours_are_written_in_parts_of_any_size_that_divides_them(written: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "WRITTEN_BYTES", written)
+    moved([4, 5, 6, 7, 0, 1, 2, 3], 0, 6, 8)
+    moved([9, 8, 7, 6], 2, 2, 3)
 
 
 @pytest.mark.parametrize(
