@@ -25,7 +25,7 @@ def filled(size: int, fill: Callable[[NDArray[np.uint8]], None]) -> bytes:
         fill(out)
         return out.tobytes()
     made: bytes = _new(None, size)
-    fill(np.frombuffer(_memory(size).from_address(_address(made)), np.uint8))
+    fill(np.frombuffer(memoryview(_memory(size).from_address(_address(made))), np.uint8))
     return made
 
 
