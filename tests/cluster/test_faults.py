@@ -82,5 +82,4 @@ def test_a_thousand_faults_between_processes_change_no_token_and_no_cached_block
         assert transfers.retries > FAULTS / 2 and transfers.shared_bytes == 0
         recomputed = sum(each.requests for each in transfers.recomputed)
         assert transfers.requests + recomputed == asked
-        print(f"{asked} requests, {recomputed} recomputed, {transfers.retries} retries; {dict(faults)}")
         running.wait_for(running.all_blocks_free, 30, "all blocks free")
