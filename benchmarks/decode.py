@@ -1,11 +1,13 @@
 """What a decode step costs, and how much of it is coordinator and wire: `kvloom bench decode`.
 
-One cluster; per context length one warm-up request, then single-request generations in turn (512, 8k, 512, 8k, …), so that a
-drift of the machine meets both alike. Overhead of a step = its wall time on the coordinator − the slowest rank's own time.
+One cluster, or two; per context length one warm-up request, then single-request generations in turn (512, 8k, 512, 8k, …), so
+that a drift of the machine meets all alike. Overhead of a step = its wall time on the coordinator − that of the slowest rank.
 """
 
 import sys
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +55,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     flags.add_argument(
         "--up", default="-pcp 2 -dcp 2 --max-num-batched-tokens 512", help="flags of `kvloom up` (default: %(default)s)"
     )
+    flags.add_argument("--against", metavar="FLAGS", help="a second cluster, up at the same time and measured in turn")
     args = flags.parse_args(argv)
-    contexts = args.contexts
-    results: dict[int, list[dict[str, float]]] = {context: [] for context in contexts}
-    with cluster(*args.up.split()) as client:
+    contexts: list[int] = args.contexts
+    ups = [args.up] if args.against is None else [args.up, args.against]
+    runs: list[dict[int, list[dict[str, float]]]] = [{context: [] for context in contexts} for _ in ups]
+    with ExitStack() as clusters:
+        clients = [clusters.enter_context(cluster(*up.split())) for up in ups]
         for context in contexts:
-            measure(client, context, args.new_tokens, salt="runs")
+            for client in clients:
+                measure(client, context, args.new_tokens, salt="runs")
         for _ in range(args.runs):
             for context in contexts:
                 # The same salt: the context comes from the prefix cache, so that nearly all steps of a run decode.
-                results[context].append(measure(client, context, args.new_tokens, salt="runs"))
-    entries = [
-        {"context": context, **{key: spread([run[key] for run in runs]) for key in runs[0]}}
-        for context, runs in results.items()
-    ]
+                for client, results in zip(clients, runs, strict=True):
+                    results[context].append(measure(client, context, args.new_tokens, salt="runs"))
+    entries, *others = map(entries_of, runs)
     if args.plot is not None:
         plot(entries, args.plot)
     document = {
@@ -77,15 +81,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         "runs": args.runs,
         "contexts": entries,
     }
-    lines = [f"kvloom up {args.up}: {args.runs} × {args.new_tokens} tokens, medians (min–max)"]
+    lines = summary(args.up, entries, args)
+    for against in others:
+        document["against"] = {"up": args.against, "contexts": against, "tpot_ratios": ratios(entries, against)}
+        lines += summary(args.against, against, args)
+        lines += [f"context {context:>6}: × {ratio:.2f} of its time per token" for context, ratio in ratios(entries, against)]
+    report(args, document, lines)
+    return 0
+
+
+def entries_of(results: Mapping[int, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
+    """Spreads of what `measure` gave, by context."""
+    return [
+        {"context": context, **{key: spread([run[key] for run in runs]) for key in runs[0]}}
+        for context, runs in results.items()
+    ]
+
+
+def ratios(entries: Sequence[Mapping[str, Any]], against: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """(context, time per token ÷ that of the other cluster), medians."""
+    return [
+        (entry["context"], round(entry["tpot_ms"]["median"] / other["tpot_ms"]["median"], 3))
+        for entry, other in zip(entries, against, strict=True)
+    ]
+
+
+def summary(up: str, entries: Sequence[Mapping[str, Any]], args: Namespace) -> list[str]:
+    """The figures of one cluster for people."""
+    lines = [f"kvloom up {up}: {args.runs} × {args.new_tokens} tokens, medians (min–max)"]
     for entry in entries:
         row = "  ".join(
             f"{key} {entry[key]['median']:.2f} ({entry[key]['min']:.2f}–{entry[key]['max']:.2f})"
             for key in ("tpot_ms", "rank_ms", "overhead_ms", "plan_bytes")
         )
         lines.append(f"context {entry['context']:>6}: {row}")
-    report(args, document, lines)
-    return 0
+    return lines
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.solo import SoloGroup
 from rank_server.device import POOL_SHARE, free_bytes, room_on
 from rank_server.draws import answer
+from rank_server.flows.replicated import ReplicatedFlow
 from rank_server.flows.table import Ways, check_way
 from rank_server.host_heap import give_back_free_pages
 from rank_server.kv_pool import KvPool
@@ -26,6 +27,7 @@ from rank_server.models.table import build_model, load_weights, resident_weights
 from rank_server.penalties import TokenHistory
 from rank_server.place import Place
 from rank_server.pool_store import memory_to_share
+from rank_server.recorded import RecordedPasses, few_decodes
 from rank_server.sequences import PlanRefused, SequenceTable
 from rank_server.step_batch import build, commit, hold, keep_history, no_history, take_in
 
@@ -66,6 +68,7 @@ class Executor:
         self._groups: dict[str, Group] = {}
         self._model: Model | None = None
         self._ways: Ways | None = None
+        self._recorded: RecordedPasses | None = None
         self._sequences = SequenceTable()
         self.shared_memory: SharedPool | None = None
         """Where the pool lies, if other processes of this host may read it there."""
@@ -220,7 +223,11 @@ class Executor:
             return flow.attend(layer, q, *rows)
 
         split = plan.decode_mode == common_pb2.DECODE_MODE_SPLIT
-        hidden = model.forward(batch.token_ids, batch.positions, attend, split, None if split else batch.answered)
+        answered = None if split else batch.answered
+        if self._recorded is not None and answered is None and isinstance(flow, ReplicatedFlow) and few_decodes(share):
+            hidden = self._recorded.forward(batch.token_ids, batch.positions, flow, split)
+        else:
+            hidden = model.forward(batch.token_ids, batch.positions, attend, split, answered)
         samples = self._samples and not (split and place.pcp_index > 0)
         logits_of = partial(model.logits, split=split)
         return answer(batch, hidden, logits_of, self._files.shape.vocab_size, samples, self._progress)
@@ -244,6 +251,7 @@ class Executor:
             place, shape = self.place, self._files.shape
             split = SplitGroups(self._group("pcp"), self._group("wide")) if place.grid.pcp > 1 else None
             self._model = build_model(shape, self._require_weights(), self._group("tp"), split)
+            self._recorded = RecordedPasses.of(self._model)
             self._ways = Ways(place, pool, self._group, shape, up_projections(self._require_weights()), self._workspace_bytes)
         return self._model, self._ways
 

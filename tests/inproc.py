@@ -1,4 +1,4 @@
-"""A whole cluster in one process: real scheduler, real plans, real executors; ranks are threads over `local` groups.
+"""A whole cluster in one process: real scheduler, real plans, real executors; ranks are threads over `local` or `shm` groups.
 
 What it leaves out is gRPC. Pools begin full of NaN. A block is filled with NaN again when its last holder gives it back, unless
 the prefix cache names it, and in any case when it enters a table: a read of an uncommitted, freed or foreign slot shows in the
@@ -23,6 +23,7 @@ from cp_layout.reorg import WORKSPACE_BYTES
 from cp_wire.pb import common_pb2, rank_pb2
 from model_files import open_model
 from rank_server.collectives.local import LocalBackend, LocalHub
+from rank_server.collectives.shm import ShmBackend
 from rank_server.executor import Executor
 from rank_server.worker import Worker
 
@@ -53,6 +54,8 @@ class Shape:
     workspace_bytes: int = WORKSPACE_BYTES
     pool_is_shared: bool = False
     """Pools lie where other processes of this host can read them."""
+    collectives: str = "local"
+    """Or shm."""
 
     def config(self) -> common_pb2.ClusterConfig:
         return common_pb2.ClusterConfig(
@@ -68,7 +71,7 @@ class Shape:
             merge={"a2a": common_pb2.MERGE_A2A, "ag_rs": common_pb2.MERGE_AG_RS}[self.merge],
             dtype=self.dtype,
             kv_cache_dtype=self.kv_dtype,
-            collectives="local",
+            collectives=self.collectives,
             device="cpu",
             kv_cache_tokens_per_rank=self.blocks * self.block_size,
         )
@@ -98,7 +101,12 @@ class InprocCluster:
         hub = LocalHub()
         self.workers = [Worker() for _ in range(self.grid.world_size)]
         self.executors = [
-            Executor(files, {"local": lambda: LocalBackend(hub)}, worker.touch, workspace_bytes=shape.workspace_bytes)
+            Executor(
+                files,
+                {"local": lambda: LocalBackend(hub), "shm": ShmBackend},
+                worker.touch,
+                workspace_bytes=shape.workspace_bytes,
+            )
             for worker in self.workers
         ]
         for worker in self.workers:
@@ -239,6 +247,10 @@ class InprocCluster:
             assert future.result(STEP_DEADLINE_S)[0].max_kv_blocks == self.shape.blocks
         self.everywhere(lambda executor: executor.allocate_pool(self.shape.blocks))
         self.everywhere(lambda executor: executor.pool.fill_nan(range(self.shape.blocks)))
+        self.open_groups()
+
+    def open_groups(self) -> None:
+        """As every rank needs them after its pool is there, and after a reset."""
         for name, group in self.grid.named_groups().items():
             if len(group) == 1:
                 continue

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rank_server.attention import cpu_decode, cpu_prefill, merge_program
+from rank_server.attention import cpu_decode, cpu_prefill, merge_program, move_program
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.cpu_decode import CpuDecode
 from rank_server.attention.cpu_prefill import CpuPrefill
@@ -45,6 +45,7 @@ class CpuKernels:
     def warm_up(self, dtype: torch.dtype, share: int, key_dim: int, value_dim: int) -> None:
         """See `Kernels`."""
         merge_program.program()
+        move_program.warm_up()
         if key_dim == value_dim and cpu_decode.fits(dtype, share, key_dim):
             self._decode.warm_up(share, key_dim)
         if cpu_prefill.fits(dtype, key_dim, value_dim):

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch, AttentionRow
-from rank_server.attention.decode_program import ARGUMENT, TILE, DecodeProgram, partial_floats, scratch_floats
+from rank_server.attention.decode_program import ARGUMENT, STEP, TILE, DecodeProgram, partial_floats, scratch_floats
 from rank_server.compiled.emitter import LANES
+from rank_server.compiled.tape import Recorder, recorder
 from rank_server.compiled.team import Team
 from rank_server.compiled.translation import Compiled
 
@@ -27,6 +28,8 @@ FEWEST_KEYS, MOST_RANGES = 128, 32
 """A range of fewer keys isn't worth its merge; more ranges in a row aren't worth their memory."""
 
 Integers = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
+Record = np.ndarray[tuple[int, ...], np.dtype[np.void]]
 
 
 def suits(q: Tensor, k_cache: Tensor, v_cache: Tensor) -> bool:
@@ -100,6 +103,7 @@ class CpuDecode:
     def __init__(self, use_threads: bool | None = None) -> None:
         self._team = Team.of(use_threads)
         self._prepared: _Prepared | None = None
+        self._follows: tuple[Recorder, _Prepared] | None = None
 
     def warm_up(self, share: int, head_dim: int) -> None:
         """Compiles the program for queries in bf16."""
@@ -125,17 +129,35 @@ class CpuDecode:
         kv_heads, head_dim = k_cache.shape[2:]
         prepared = self._prepared
         if prepared is None or not prepared.serves(batch, q.shape[1], kv_heads, head_dim, threads):
-            prepared = self._prepared = _Prepared.of(rows, batch, q, kv_heads, threads)
+            prepared = self._prepared = _Prepared.of(rows, batch, q.shape[1], kv_heads, head_dim, threads)
         wide = q.dtype != torch.bfloat16
         compiled = program(q.shape[1] // kv_heads, head_dim, self._team.together, wide)
         if wide or q.stride()[1:] != (head_dim, 1):
             q = q.to(torch.float32 if wide else q.dtype).contiguous()
-        argument = prepared.argument
+        notes = recorder()
+        # A recorded call keeps its argument; the others write theirs in one place.
+        argument = prepared.argument if notes is None else prepared.argument.copy()
         argument["q"], argument["q_stride"] = q.data_ptr(), q.stride(0) * q.itemsize
         argument["out"], argument["lse"] = out.data_ptr(), lse.data_ptr()
         argument["k_cache"], argument["v_cache"] = k_cache.data_ptr(), v_cache.data_ptr()
         argument["block_size"], argument["scale"] = k_cache.shape[1], scale
-        self._team.run(compiled.address, prepared.address, threads)
+        if notes is not None:
+            self._let_follow(prepared, notes)
+        self._team.call(compiled, argument.ctypes.data if notes else prepared.address, threads, argument)
+
+    def _let_follow(self, prepared: "_Prepared", notes: Recorder) -> None:
+        """Has the calls of a recorded step attend what the batch of a later one says."""
+        if self._follows is not None and self._follows[0] is notes and self._follows[1] is prepared:
+            return
+        self._follows = notes, prepared
+        kept: list[_Prepared] = [prepared]
+
+        def follow(batch: AttentionBatch) -> None:
+            sizes = prepared.heads, prepared.kv_heads, prepared.head_dim, prepared.threads
+            kept[1:] = [_Prepared.of(batch.rows, batch, *sizes)]
+            prepared.step[...] = kept[1].step
+
+        notes.followers.append(follow)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +170,11 @@ class _Prepared:
     head_dim: int
     threads: int
     queries: Queries
-    memory: tuple[Tensor, Tensor]
-    argument: np.ndarray[tuple[int, ...], np.dtype[np.void]]
+    memory: tuple[Floats, Floats]
+    step: Record
     """Holds addresses of the others."""
+    argument: Record
+    """Holds the address of `step`."""
     address: int
     """Of the argument."""
 
@@ -159,15 +183,20 @@ class _Prepared:
         return self.batch is batch and sizes == (heads, kv_heads, head_dim, threads)
 
     @classmethod
-    def of(cls, rows: Sequence[AttentionRow], batch: AttentionBatch, q: Tensor, kv_heads: int, threads: int) -> "_Prepared":
-        heads, head_dim = q.shape[1:]
+    def of(
+        cls, rows: Sequence[AttentionRow], batch: AttentionBatch, heads: int, kv_heads: int, head_dim: int, threads: int
+    ) -> "_Prepared":
         queries = Queries.of(rows, batch.visible)
         floats = scratch_floats(kv_heads, heads // kv_heads, head_dim)
-        scratch = torch.empty(threads * floats, dtype=torch.float32, device=q.device)
-        partial = torch.empty(len(queries.ranges) * heads * partial_floats(head_dim), dtype=torch.float32, device=q.device)
-        argument = np.zeros((), dtype=ARGUMENT)
-        argument["scratch"], argument["scratch_floats"], argument["partial"] = scratch.data_ptr(), floats, partial.data_ptr()
+        scratch = np.empty(threads * floats, dtype=np.float32)
+        partial = np.empty(len(queries.ranges) * heads * partial_floats(head_dim), dtype=np.float32)
+        step, argument = np.zeros((), dtype=STEP), np.zeros((), dtype=ARGUMENT)
+        for name, array in (("scratch", scratch), ("partial", partial)):
+            step[name] = array.ctypes.data
         for name in ("tokens", "tables", "ranges", "first_range"):
-            argument[name] = getattr(queries, name).ctypes.data
-        argument["num_rows"], argument["num_keys"], argument["kv_heads"] = len(queries.tokens), queries.num_keys, kv_heads
-        return cls(batch, heads, kv_heads, head_dim, threads, queries, (scratch, partial), argument, argument.ctypes.data)
+            step[name] = getattr(queries, name).ctypes.data
+        step["scratch_floats"], step["kv_heads"] = floats, kv_heads
+        step["num_rows"], step["num_keys"] = len(queries.tokens), queries.num_keys
+        argument["step"] = step.ctypes.data
+        memory = (scratch, partial)
+        return cls(batch, heads, kv_heads, head_dim, threads, queries, memory, step, argument, argument.ctypes.data)

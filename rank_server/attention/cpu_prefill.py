@@ -17,6 +17,7 @@ from rank_server.attention.prefill_program import ARGUMENT, PrefillProgram, scra
 from rank_server.attention.prefill_tile import GROUP, GROUPS
 from rank_server.compiled import avx512
 from rank_server.compiled.emitter import LANES
+from rank_server.compiled.tape import recorder
 from rank_server.compiled.team import Team
 from rank_server.compiled.translation import Compiled
 
@@ -161,7 +162,9 @@ class CpuPrefill:
         argument["num_items"], argument["kv_heads"] = len(items.items), kv_heads
         argument["block_size"], argument["scale"] = block_size, scale
         compiled = program(q.shape[1] // kv_heads, q.shape[2], v.shape[-1], self._team.together)
-        self._team.run(compiled.address, argument.ctypes.data, threads)
+        if (notes := recorder()) is not None:
+            notes.refuse("attention of rows with many queries")
+        self._team.call(compiled, argument.ctypes.data, threads, argument)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.kernels import kernels_for
+from rank_server.attention.move_program import rounded
 from rank_server.attention.shard_merge import ShardMerge
 from rank_server.collectives.base import Group
 from rank_server.kv_pool import KvPool
@@ -47,4 +48,4 @@ class DcpAttention:
         k_cache, v_cache = self._pool.cache(layer)
         gathered = self._q_group.all_gather(q).transpose(0, 1).flatten(1, 2) if self._gather_q else q
         out, lse = self._kernels.paged(gathered, k_cache, v_cache, batch, self._scale)
-        return self._merge(out, lse).to(q.dtype)
+        return rounded(self._merge(out, lse), q.dtype)

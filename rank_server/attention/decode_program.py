@@ -19,14 +19,8 @@ LINE = 64
 """Bytes of a cache line, on most processors; on others some lines are asked for in vain or not at all."""
 CHAINS = 8
 """Sums that are kept in registers at a time."""
-ARGUMENT = np.dtype(
+STEP = np.dtype(
     [
-        ("q", np.int64),  # address of [T, h, D], fp32 or bf16, heads in one piece
-        ("q_stride", np.int64),  # bytes from a token to the next one
-        ("k_cache", np.int64),  # address of bf16 [num_blocks, B, hk, D]
-        ("v_cache", np.int64),  # the same
-        ("out", np.int64),  # address of fp32 [T, h, D]
-        ("lse", np.int64),  # address of fp32 [T, h]
         ("scratch", np.int64),  # address of fp32 [threads, scratch_floats]
         ("scratch_floats", np.int64),
         ("partial", np.int64),  # address of fp32 [N, h, partial_floats]
@@ -37,6 +31,18 @@ ARGUMENT = np.dtype(
         ("num_rows", np.int64),  # R
         ("num_keys", np.int64),
         ("kv_heads", np.int64),
+    ]
+)
+"""What the calls of a step's layers have in common."""
+ARGUMENT = np.dtype(
+    [
+        ("step", np.int64),  # address of a STEP
+        ("q", np.int64),  # address of [T, h, D], fp32 or bf16, heads in one piece
+        ("q_stride", np.int64),  # bytes from a token to the next one
+        ("k_cache", np.int64),  # address of bf16 [num_blocks, B, hk, D]
+        ("v_cache", np.int64),  # the same
+        ("out", np.int64),  # address of fp32 [T, h, D]
+        ("lse", np.int64),  # address of fp32 [T, h]
         ("block_size", np.int64),
         ("scale", np.float64),
     ]
@@ -64,6 +70,7 @@ class DecodeProgram:
         self._share, self._dim, self._chunks, self._wide = share, head_dim, head_dim // LANES, wide
         self._e = e = Emitter("decode")
         self._call = e.fields(ARGUMENT)
+        self._call |= e.fields(STEP, self._call["step"])
         self._scale = e.splat(e.b.fptrunc(self._call["scale"], F32))
         self._stored = e.times(self._call["kv_heads"], head_dim * 2)
         self._heads = e.times(self._call["kv_heads"], share)

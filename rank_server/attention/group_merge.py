@@ -2,10 +2,10 @@
 
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from rank_server.attention.merge import merge_packed, scaled, shares
+from rank_server.attention.move_program import packed
 from rank_server.collectives.base import Group
 
 Chunks = Callable[[Tensor], Tensor]
@@ -16,22 +16,18 @@ GroupMerge = Callable[[Group, Tensor, Tensor, Chunks], Tensor]
 
 def merge_a2a(group: Group, out: Tensor, lse: Tensor, chunks: Chunks) -> Tensor:
     """One all-to-all of out‖lse, merged at the receiver."""
-    return merge_packed(group.all_to_all(chunks(_packed(out, lse))))
+    return merge_packed(group.all_to_all(chunks(packed(out, lse))))
 
 
 def merge_whole(group: Group, out: Tensor, lse: Tensor) -> Tensor:
     """The same where every member wants all rows and heads: what goes to each of them is alike, and is sent as it lies."""
-    return merge_packed(group.all_gather(_packed(out, lse)))
+    return merge_packed(group.all_gather(packed(out, lse)))
 
 
 def merge_ag_rs(group: Group, out: Tensor, lse: Tensor, chunks: Chunks) -> Tensor:
     """All-gather of lse, scaling, reduce-scatter."""
     weights, _ = shares(group.all_gather(lse))
     return group.reduce_scatter(chunks(scaled(out, weights[group.index])))
-
-
-def _packed(out: Tensor, lse: Tensor) -> Tensor:
-    return torch.cat([out, lse.unsqueeze(-1)], dim=-1)
 
 
 MERGES: Mapping[str, GroupMerge] = {"a2a": merge_a2a, "ag_rs": merge_ag_rs}

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rank_server.collectives.base import CollectiveError
 from rank_server.compiled import sums
+from rank_server.compiled.tape import recorder
 
 SCATTERED_SUM_BYTES = 256 * 1024
 """From this size on, and with more than two members, an all-reduce sums one chunk per member and gathers the sums: it moves
@@ -40,6 +41,9 @@ class ExchangeGroup(ABC):
     They get contiguous tensors and must return new ones; what they raise as RuntimeError poisons the group. A poisoned group
     is closed, so that the other members notice at once instead of waiting for their own deadline.
     """
+
+    recordable = False
+    """Whether it notes its calls for a tape."""
 
     def __init__(self, name: str, size: int, index: int, timeout_s: float) -> None:
         self.name = name
@@ -109,7 +113,12 @@ class ExchangeGroup(ABC):
 
     def _operation(self, op: str) -> "_Operation":
         self._check_open()
+        if not self.recordable and (notes := recorder()) is not None:
+            notes.refuse(f"{op} of group {self.name}")
         self.calls += 1
+        return self._timed(op)
+
+    def _timed(self, op: str) -> "_Operation":
         return _Operation(self, op)
 
     def _ended(self, op: str, seconds: float, error: BaseException | None) -> None:

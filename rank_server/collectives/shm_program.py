@@ -5,15 +5,13 @@ something else, it stops and says which posts it has taken; whoever called it go
 way out, so that results are the same bits however a round went.
 """
 
-import ctypes
-import struct
 from collections.abc import Callable
 from enum import IntEnum
 from functools import cache
 
 from llvmlite import ir
 
-from rank_server.collectives.shm_segment import Control, Segment
+from rank_server.collectives.shm_segment import Control
 from rank_server.collectives.shm_semaphore import CLOCK_MONOTONIC
 from rank_server.compiled.emitter import HALVES, I32, I64, LANES, POINTER, VECTOR, Emitter
 from rank_server.compiled.memory import copy
@@ -35,9 +33,8 @@ class Out(IntEnum):
     """The same of bf16 numbers, in fp32, rounded once; a subnormal sum may become 0."""
 
 
-class _Word(IntEnum):
-    """The program's arguments, 64-bit integers; behind them its addresses: of the semaphores to post and of those to wait for,
-    of the others' control blocks, of all members' slots of the even half, and of the odd half."""
+class Word(IntEnum):
+    """A call's argument, 64-bit integers."""
 
     DONE = 0
     """An answer: 1 when the result is there."""
@@ -45,64 +42,38 @@ class _Word(IntEnum):
     """An answer: how many posts were taken, in the order of the semaphores, where it isn't."""
     READ_ONLY = 2
     """1: the round has taken place, and only the result is missing."""
-    SOURCE = 3
-    TARGET = 4
-    TOTAL = 5
+    MEMBER = 3
+    """Address of what all calls of the member have in common, see `Member`."""
+    SOURCE = 4
+    TARGET = 5
+    TOTAL = 6
     """Bytes to show, from SOURCE on."""
-    SKIP = 6
+    SKIP = 7
     """Bytes of a slot before what this member reads of it."""
-    WIDTH = 7
+    WIDTH = 8
     """Bytes that it reads of each slot."""
-    OUT = 8
-    CODE = 9
-    NUMBER = 10
-    """Of the round."""
+    OUT = 9
+    CODE = 10
     SIZE = 11
-    INDEX = 12
-    OWN_CONTROL = 13
-    ADDRESSES = 14
 
 
-class Exchange:
-    """The compiled round of one member. Holds addresses of a segment, which whoever calls must hold."""
+class Member(IntEnum):
+    """What a member's calls have in common; behind these words its addresses: of the semaphores to post and of those to wait
+    for, of the others' control blocks, of all members' slots of the even half, and of the odd half."""
 
-    def __init__(self, segment: Segment, index: int) -> None:
-        members = range(segment.size)
-        others = [member for member in members if member != index]
-        addresses = [
-            *(segment.semaphore(index, other) for other in others),
-            *(segment.semaphore(other, index) for other in others),
-            *(segment.control_block(other) for other in others),
-            *(segment.slot(half, member) for half in range(2) for member in members),
-        ]
-        constant = [segment.size, index, segment.control_block(index), *addresses]
-        self._words = (ctypes.c_int64 * (_Word.SIZE + len(constant)))(*[0] * _Word.SIZE, *constant)
-        self._pack = struct.Struct(f"={_Word.SIZE}q").pack_into
-        self._compiled = _program()
-        # Python's lock is given away: members may be threads of one process.
-        self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._compiled.address)
-
-    def __call__(self, source: int, target: int, total: int, skip: int, width: int, out: Out, code: int, number: int) -> bool:
-        """Round `number`: shows `total` bytes at `source`, and writes to `target` what becomes of each member's `width` bytes
-        from `skip` on. False where it stopped with `taken` posts; then nothing was written, and `finish` is to follow."""
-        words = self._words
-        self._pack(words, 0, 0, 0, 0, source, target, total, skip, width, out, code, number)
-        self._run(words)
-        return words[_Word.DONE] == 1
-
-    @property
-    def taken(self) -> int:
-        """Posts taken by a call that stopped: those of the first so many others."""
-        return self._words[_Word.TAKEN]
-
-    def finish(self) -> None:
-        """Writes the result of the call that stopped, once all others are known to have shown their parts."""
-        self._words[_Word.READ_ONLY] = 1
-        self._run(self._words)
+    ROUNDS = 0
+    """Completed so far."""
+    NANOSECONDS = 1
+    """Spent in calls so far."""
+    SIZE = 2
+    INDEX = 3
+    CONTROL = 4
+    ADDRESSES = 5
 
 
 @cache
-def _program() -> Compiled:
+def program() -> Compiled:
+    """The program, given the address of `Word`s; takes some tenths of a second when it is first asked for."""
     return translate(_Writer().e)
 
 
@@ -111,32 +82,43 @@ class _Writer:
 
     def __init__(self) -> None:
         self.e = e = Emitter("exchange")
-        self.others = e.b.sub(self.word(_Word.SIZE), e.integer(1))
-        self.half = e.b.and_(self.word(_Word.NUMBER), e.integer(1))
-        with e.b.if_then(e.b.icmp_signed("==", self.word(_Word.READ_ONLY), e.integer(0))):
+        e.store(e.integer(0), e.function.args[0], Word.DONE)
+        self.begun = self._now()
+        self.others = e.b.sub(self.common(Member.SIZE), e.integer(1))
+        self.number = e.at(self.common(Member.ROUNDS), 1)
+        self.half = e.b.and_(self.number, e.integer(1))
+        with e.b.if_then(e.b.icmp_signed("==", self.word(Word.READ_ONLY), e.integer(0))):
             self._show()
             self._wait()
             self._check()
-        out = self.word(_Word.OUT)
+        out = self.word(Word.OUT)
         with e.b.if_then(e.b.icmp_signed("==", out, e.integer(Out.PARTS))):
             self._copy()
         for kind, memory in ((Out.SUM_FLOAT32, VECTOR), (Out.SUM_BFLOAT16, HALVES)):
             with e.b.if_then(e.b.icmp_signed("==", out, e.integer(kind))):
                 self._sum(memory)
-        e.store(e.integer(1), e.function.args[0], _Word.DONE)
+        e.store(self.number, self.word(Word.MEMBER), Member.ROUNDS)
+        e.store(e.integer(0), e.function.args[0], Word.READ_ONLY)
+        e.store(e.integer(1), e.function.args[0], Word.DONE)
+        self._take_time()
 
     def word(self, index: ir.Value | int) -> ir.Value:
-        """An argument."""
+        """Of the argument."""
         return self.e.load(self.e.function.args[0], I64, index)
+
+    def common(self, index: ir.Value | int) -> ir.Value:
+        """Of what the member's calls have in common."""
+        return self.e.load(self.word(Word.MEMBER), I64, index)
 
     def address(self, table: int, index: ir.Value) -> ir.Value:
         """Of the semaphores to post (0), to wait for (1), of control blocks (2)."""
-        return self.word(self.e.at(self.e.times(self.others, table), _Word.ADDRESSES, index))
+        return self.common(self.e.at(self.e.times(self.others, table), Member.ADDRESSES, index))
 
     def slot(self, member: ir.Value) -> ir.Value:
         """Address of what a member shows in this round."""
         before = self.e.times(self.others, 3)
-        return self.word(self.e.at(before, self.e.times(self.half, self.word(_Word.SIZE)), _Word.ADDRESSES, member))
+        half = self.e.times(self.half, self.common(Member.SIZE))
+        return self.common(self.e.at(before, half, Member.ADDRESSES, member))
 
     def of_half(self, words: tuple[int, int]) -> ir.Value:
         """Number of a control word of this round's half."""
@@ -145,13 +127,13 @@ class _Writer:
 
     def announcement(self) -> list[tuple[ir.Value, ir.Value]]:
         """Control words, and what they are of a member that makes the same call in the same round."""
-        words = ((Control.CALL, _Word.CODE), (Control.TOTAL, _Word.TOTAL), (Control.ROUND, _Word.NUMBER))
-        return [(self.of_half(control), self.word(word)) for control, word in words]
+        values = ((Control.CALL, self.word(Word.CODE)), (Control.TOTAL, self.word(Word.TOTAL)), (Control.ROUND, self.number))
+        return [(self.of_half(control), value) for control, value in values]
 
     def _show(self) -> None:
         e = self.e
-        copy(e, self.slot(self.word(_Word.INDEX)), self.word(_Word.SOURCE), self.word(_Word.TOTAL))
-        own = self.word(_Word.OWN_CONTROL)
+        copy(e, self.slot(self.common(Member.INDEX)), self.word(Word.SOURCE), self.word(Word.TOTAL))
+        own = self.common(Member.CONTROL)
         for word, value in self.announcement():
             e.store(value, own, word)
         with e.loop(0, self.others) as other:
@@ -208,19 +190,26 @@ class _Writer:
 
     def _stop(self, taken: ir.Value) -> None:
         """Ends the program with so many posts taken."""
-        self.e.store(taken, self.e.function.args[0], _Word.TAKEN)
+        self.e.store(taken, self.e.function.args[0], Word.TAKEN)
+        self._take_time()
         self.e.b.ret_void()
 
+    def _take_time(self) -> None:
+        e = self.e
+        member = self.word(Word.MEMBER)
+        spent = e.b.sub(self._now(), self.begun)
+        e.store(e.b.add(e.load(member, I64, Member.NANOSECONDS), spent), member, Member.NANOSECONDS)
+
     def _copy(self) -> None:
-        e, width = self.e, self.word(_Word.WIDTH)
-        with e.loop(0, self.word(_Word.SIZE)) as member:
-            target = e.at(self.word(_Word.TARGET), e.times(member, width))
-            copy(e, target, e.at(self.slot(member), self.word(_Word.SKIP)), width)
+        e, width = self.e, self.word(Word.WIDTH)
+        with e.loop(0, self.common(Member.SIZE)) as member:
+            target = e.at(self.word(Word.TARGET), e.times(member, width))
+            copy(e, target, e.at(self.slot(member), self.word(Word.SKIP)), width)
 
     def _sum(self, memory: ir.Type) -> None:
         """LANES numbers at a time, each group over all members; the last group may be smaller. memory: a group's type there."""
         e = self.e
-        target, skip, width = self.word(_Word.TARGET), self.word(_Word.SKIP), self.word(_Word.WIDTH)
+        target, skip, width = self.word(Word.TARGET), self.word(Word.SKIP), self.word(Word.WIDTH)
         number = 2 if memory == HALVES else 4
 
         def total(at: ir.Value, load: Callable[[ir.Value], ir.Value]) -> ir.Value:
@@ -229,7 +218,7 @@ class _Writer:
                 return e.widened(numbers) if memory == HALVES else numbers
 
             found = e.variable(term(e.integer(0)))
-            with e.loop(1, self.word(_Word.SIZE)) as member:
+            with e.loop(1, self.common(Member.SIZE)) as member:
                 e.set(found, e.b.fadd(e.get(found), term(member)))
             return e.rounded(e.get(found)) if memory == HALVES else e.get(found)
 

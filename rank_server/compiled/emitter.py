@@ -156,10 +156,10 @@ class Emitter:
 
     # -- memory
 
-    def fields(self, record: "np.dtype[np.void]") -> dict[str, ir.Value]:
-        """Fields (int64, float64) of the record that the function is given the address of, by name."""
+    def fields(self, record: "np.dtype[np.void]", address: ir.Value | None = None) -> dict[str, ir.Value]:
+        """Fields (int64, float64) of the record at an address (default: the one that the function is given), by name."""
         kinds = {np.dtype(np.int64): I64, np.dtype(np.float64): F64}
-        argument = self.function.args[0]
+        argument = self.function.args[0] if address is None else address
         places = ((name, kind, place) for name, (kind, place, *_) in (record.fields or {}).items())
         return {name: self.load(self.at(argument, place), kinds[kind]) for name, kind, place in places}
 

@@ -12,6 +12,7 @@ from llvmlite import ir
 
 from rank_server.compiled.emitter import I64, Emitter
 from rank_server.compiled.openmp import parallel
+from rank_server.compiled.tape import ALONE, recorder
 from rank_server.compiled.team import share_of, thread_of
 from rank_server.compiled.translation import Compiled
 
@@ -31,10 +32,13 @@ class RowCall:
     def __call__(self, rows: int, *arguments: int) -> None:
         """arguments: the others of the program."""
         call = (ctypes.c_int64 * (1 + len(arguments)))(rows, *arguments)
-        if rows <= FEW_ROWS or self._together is None:
+        threads = ALONE if rows <= FEW_ROWS or self._together is None else torch.get_num_threads()
+        if (notes := recorder()) is not None:
+            notes.note(self._compiled, ctypes.addressof(call), call, threads)
+        if threads == ALONE or self._together is None:
             self._alone(call)
         else:
-            self._together(self._compiled.address, ctypes.addressof(call), torch.get_num_threads())
+            self._together(self._compiled.address, ctypes.addressof(call), threads)
 
 
 def arguments(e: Emitter, count: int) -> list[ir.Value]:

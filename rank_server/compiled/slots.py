@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rank_server.compiled.emitter import I64, Emitter
 from rank_server.compiled.memory import copy
+from rank_server.compiled.tape import recorder
 from rank_server.compiled.translation import Compiled, translate
 
 _GIVEN = 6
@@ -49,8 +50,15 @@ class RowStore:
         slots = slots.contiguous()
         arguments = self._arguments(slots.data_ptr(), shape[0], self._slots, self._row_bytes, len(rows), 0, *pairs)
         self._run(arguments)
-        if arguments[_GIVEN - 1]:
-            raise IndexError(f"slot {int(slots.max())} of a cache of {self._slots} slots")
+
+        def check() -> None:
+            if arguments[_GIVEN - 1]:
+                raise IndexError(f"slot {int(slots.max())} of a cache of {self._slots} slots")
+
+        check()
+        if (notes := recorder()) is not None:
+            notes.note(self._compiled, ctypes.addressof(arguments), arguments)
+            notes.checks.append(check)
         return True
 
 

@@ -1,5 +1,6 @@
 """Who runs a compiled program: all of OpenMP's threads together, or its caller alone."""
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -7,6 +8,8 @@ from llvmlite import ir
 
 from rank_server.compiled.emitter import I32, I64, Emitter
 from rank_server.compiled.openmp import Run, parallel, serial
+from rank_server.compiled.tape import ALONE, recorder
+from rank_server.compiled.translation import Compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,7 +17,7 @@ class Team:
     """Runs programs that were written for it."""
 
     together: bool
-    run: Run
+    _run: Run
 
     @classmethod
     def of(cls, together: bool | None = None) -> "Team":
@@ -24,10 +27,22 @@ class Team:
             raise ValueError("a team of threads is wanted, but torch has brought no OpenMP runtime")
         return cls(False, serial) if found is None or together is False else cls(True, found)
 
+    def call(self, program: Compiled, argument: int | bytes, threads: int, held: object = None) -> None:
+        """Runs a program on at most so many threads, given an address, of something that `held` keeps, or that of the bytes."""
+        if (notes := recorder()) is not None:
+            at, held = _lasting(argument) if isinstance(argument, bytes) else (argument, held)
+            notes.note(program, at, held, threads if self.together else ALONE)
+        self._run(program.address, argument, threads)
+
     @property
     def threads(self) -> int:
         """At most so many run a program at a time."""
         return torch.get_num_threads() if self.together else 1
+
+
+def _lasting(argument: bytes) -> tuple[int, object]:
+    copy = ctypes.create_string_buffer(argument, len(argument))
+    return ctypes.addressof(copy), copy
 
 
 def thread_of(e: Emitter, together: bool) -> tuple[ir.Value, ir.Value]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from rank_server.compiled import avx512
-from rank_server.compiled.openmp import Run, parallel
+from rank_server.compiled.openmp import parallel
 from rank_server.compiled.team import Team
 from rank_server.compiled.translation import Compiled
 from rank_server.models.product_by_panels import PanelProgram, features_at_a_time, scratch_bytes
@@ -33,7 +33,7 @@ _PACK = struct.Struct(f"{len(ARGUMENT.names or ())}q").pack
 class Programs:
     """What one kind of product is computed with: plain or gated."""
 
-    run: Run
+    team: Team
     gated: bool
     few: Compiled
     many: Compiled | None
@@ -42,9 +42,9 @@ class Programs:
     @classmethod
     def of(cls, gated: bool, team: bool, pairs: bool) -> "Programs":
         """Compiles them; gated, team, pairs: as of `StreamingProgram`. ValueError for a team where there is none."""
-        run = Team.of(team).run
+        caller = Team.of(team)
         many = PanelProgram(gated, team).translate() if pairs else None
-        return cls(run, gated, StreamingProgram(gated, team, pairs).translate(), many)
+        return cls(caller, gated, StreamingProgram(gated, team, pairs).translate(), many)
 
     def serve(self, rows: int) -> bool:
         """Whether there is a program for so many rows."""
@@ -78,7 +78,7 @@ class Programs:
             0 if scratch is None else scratch.data_ptr(),
             chunk,
         )
-        self.run(program.address, argument, threads)
+        self.team.call(program, argument, threads)
         return out
 
 

@@ -7,6 +7,7 @@ one sum over the members, so a pass costs 2·layers + 1 all-reduces, and logits 
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from cp_layout.cuts import cut
@@ -101,6 +102,11 @@ class DecoderModel:
             vocabulary=tuple(spans),
         )
 
+    @property
+    def compiled(self) -> bool:
+        """Whether all that a pass over few rows calls, attention aside, are compiled programs."""
+        return self._weights.embedding.device.type == "cpu" and self._weights.dtype == torch.bfloat16
+
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Attend, split: bool = False, answered: Tensor | None = None
     ) -> Tensor:
@@ -110,9 +116,19 @@ class DecoderModel:
         given the same rows, share out the work; one more all-gather per layer, and ValueError without `SplitGroups`. answered:
         [A] int64 the rows that are wanted, the same on all members; others come back as zeros. None: all.
         """
-        way = self._way(split)
+        hidden = self.between(*self.begin(token_ids, positions), attend, split, answered)
+        return hidden if answered is None else in_rows(hidden, answered, len(token_ids))
+
+    def begin(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What a pass begins with: x [T, H], and cos and sin of its positions, as of `Rotary.at`."""
         x = self._embed(token_ids)
-        cos, sin = self._rotary.at(positions, x.dtype)
+        return x, *self._rotary.at(positions, x.dtype)
+
+    def between(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, split: bool = False, answered: Tensor | None = None
+    ) -> Tensor:
+        """The rest of the pass: [A, H] of the rows that are wanted, as `forward` says."""
+        way = self._way(split)
         eps = self._shape.rms_norm_eps
         for index, (layer, matrices) in enumerate(zip(self._weights.layers, way.layers, strict=True)):
             heads = self._qkv(self._norm(x, layer.input_norm), matrices.qkv, way)
@@ -124,8 +140,7 @@ class DecoderModel:
             x = _added(matrices.output, attended[:, first:last], x, way.sum_group)
             normed = self._norm(x, layer.ffn_norm)
             x = _added(matrices.ffn.down, matrices.ffn.gated(normed), x, way.sum_group)
-        hidden = self._norm(x, self._weights.final_norm)
-        return hidden if answered is None else in_rows(hidden, answered, len(token_ids))
+        return self._norm(x, self._weights.final_norm)
 
     def logits(self, hidden: Tensor, split: bool = False) -> Tensor:
         """[R, H] → [R, vocabulary] fp32, bit-identical on all members; split: a collective of all replicas."""

@@ -62,3 +62,15 @@ def test_transfer_draws_every_repetition(tmp_path):
     transfer.plot([{"name": "one way", "runs_gib_per_s": [1.5, 2.0, 1.0]}], tmp_path / "p.svg")
     points = next(xml.etree.ElementTree.parse(tmp_path / "p.svg").getroot().iter("{http://www.w3.org/2000/svg}polyline"))
     assert "one way" in text_of(tmp_path / "p.svg") and len(points.get("points").split()) == 3
+
+
+def test_decode_compares_two_clusters_by_context():
+    runs = {"tpot_ms": 12.0, "rank_ms": 10.0}, {"tpot_ms": 8.0, "rank_ms": 9.0}, {"tpot_ms": 9.0, "rank_ms": 7.0}
+    mine = decode.entries_of({64: runs, 512: [runs[0]]})
+    assert mine[0] == {
+        "context": 64,
+        "tpot_ms": {"median": 9.0, "min": 8.0, "max": 12.0},
+        "rank_ms": {"median": 9.0, "min": 7.0, "max": 10.0},
+    }
+    others = decode.entries_of({64: [{"tpot_ms": 6.0}], 512: [{"tpot_ms": 16.0}]})
+    assert decode.ratios(mine, others) == [(64, 1.5), (512, 0.75)]

@@ -10,7 +10,7 @@ from torch import Tensor
 from rank_server.collectives.base import CollectiveError, Group
 from rank_server.collectives.exchange import sum_in_member_order
 from rank_server.collectives.shm import ShmBackend
-from rank_server.collectives.shm_program import Exchange
+from rank_server.collectives.shm_exchange import Exchange
 from tests.rank_server.collectives.harness import (
     CHUNKED_OPS,
     DTYPES,

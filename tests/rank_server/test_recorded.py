@@ -1,0 +1,127 @@
+"""Recorded decode passes in whole engines: to the bit what Python's passes give, step after step."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from coordinator.plan import DecodeMode, Sampling
+from rank_server import recorded
+from rank_server.compiled.tape import Tape
+from rank_server.models.decoder import DecoderModel
+from rank_server.recorded import MOST_ROWS, RecordedPasses
+from tests.exactness.pcp import prompt_of
+from tests.inproc import Shape, cluster
+
+MODEL = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 128}
+ONE = Shape(dtype="bfloat16", kv_dtype="bfloat16", blocks=96, budget=110, collectives="shm")
+REPLICATED = frozenset({DecodeMode.REPLICATED})
+SPLIT = REPLICATED | {DecodeMode.SPLIT}
+ONE_TO_THREE = {(1, False), (2, False), (3, False)}
+SPLIT_PASSES = {(1, True), (2, True), (3, True)}
+CASES = {
+    "one rank": (ONE, ONE_TO_THREE, set()),
+    "tp 2": (replace(ONE, tp=2), ONE_TO_THREE, set()),
+    "dcp in tp": (replace(ONE, tp=4, dcp=2, interleave=1), {(1, False)}, {(2, False), (3, False)}),
+    # The replicas that don't answer leave out rows of the last layer, and are not recorded.
+    "replicated": (replace(ONE, dcp=2, pcp=2, ways=REPLICATED), ONE_TO_THREE, set()),
+    "split": (replace(ONE, pcp=2, dcp=2, ways=SPLIT), {(1, True)}, SPLIT_PASSES - {(1, True)}),
+    "split over four": (replace(ONE, pcp=4, dcp=4, ways=SPLIT), {(1, True)}, SPLIT_PASSES - {(1, True)}),
+    "split into unequal parts": (replace(ONE, pcp=3, dcp=3, ways=SPLIT), set(), SPLIT_PASSES),
+    "local groups": (replace(ONE, pcp=2, dcp=2, ways=SPLIT, collectives="local"), set(), SPLIT_PASSES),
+}
+"""Cluster, and the passes (rows, split) of rank 0 that are recorded and those that can't be."""
+LENGTHS, LIMITS = (5, 37, 2), (4, 9, 26)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Tapes that ran."""
+    found = []
+    run = Tape.run
+    monkeypatch.setattr(Tape, "run", lambda self, given=None: (found.append(self), run(self, given))[1])
+    return found
+
+
+def generate(path, shape):
+    """Log-probabilities tell more bits than tokens do. The second batch comes upon blocks that others have used."""
+    sampling = [Sampling(0.0, max_tokens=limit, logprobs=True) for limit in LIMITS]
+    with cluster(path, shape) as running:
+        prompts = [prompt_of(length) for length in LENGTHS]
+        done = running.generate(prompts, list(LIMITS), sampling) + running.generate(prompts[::-1], list(LIMITS), sampling)
+        calls = [[result.collectives for result in results] for results in running.results]
+        modes = {step.decode_mode for step in running.steps if step.rows}
+        return [(each.token_ids, each.logprobs) for each in done], calls, modes, running.executors[0]._recorded
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_recorded_passes_give_the_bits_of_others_and_as_many_collectives(tiny, monkeypatch, runs, name):
+    path, (shape, kept, refused) = tiny(**MODEL), CASES[name]
+    found, calls, modes, passes = generate(path, shape)
+    assert passes is not None
+    assert {key for key, each in passes._passes.items() if each is not None} == kept
+    assert {key for key, each in passes._passes.items() if each is None} == refused
+    assert bool(runs) == bool(kept)
+    if kept:
+        # Two batches, of which each number of rows is recorded once.
+        assert len({id(tape) for tape in runs}) <= len(kept) * shape.tp * shape.pcp and len(runs) > 20
+    runs.clear()
+    monkeypatch.setattr(RecordedPasses, "of", lambda model: None)
+    others, other_calls, other_modes, nothing = generate(path, shape)
+    assert nothing is None and not runs
+    assert found == others
+    assert (calls, modes) == (other_calls, other_modes)
+    assert all(len(set(of_step)) == 1 for of_step in calls)
+
+
+def test_what_can_not_be_recorded_is_tried_once(tiny, monkeypatch):
+    tries = []
+    real = recorded.recording
+    monkeypatch.setattr(recorded, "recording", lambda: (tries.append(1), real())[1])
+    generate(tiny(**MODEL), CASES["local groups"][0])
+    assert len(tries) == 2 * 3  # of each rank, the passes of one, two and three rows
+
+
+def test_more_rows_than_are_recorded_and_more_tokens_of_a_row_go_the_other_way(tiny, runs):
+    prompts = [prompt_of(length) for length in range(3, 4 + MOST_ROWS)]
+    with cluster(tiny(**MODEL), ONE) as running:
+        running.generate(prompts, 3)
+        passes = running.executors[0]._recorded
+    assert passes is not None and not runs and all(rows <= MOST_ROWS for rows, _ in passes._passes)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_only_models_of_compiled_programs_are_recorded(tiny, dtype):
+    with cluster(tiny(**MODEL), replace(ONE, dtype=dtype, kv_dtype=dtype)) as running:
+        running.generate([prompt_of(3)], 3)
+        assert running.executors[0]._recorded is None
+
+
+def test_a_model_says_whether_it_is_compiled(tiny):
+    with cluster(tiny(**MODEL), ONE) as running:
+        running.generate([prompt_of(3)], 2)
+        model = running.executors[0]._model
+    assert isinstance(model, DecoderModel) and model.compiled
+
+
+def test_after_a_reset_passes_are_recorded_anew_over_the_new_groups(tiny, runs):
+    """Tapes hold addresses of groups that are gone."""
+    with cluster(tiny(**MODEL), CASES["split"][0]) as running:
+        first = running.generate([prompt_of(9)], 6)
+        before = running.executors[0]._recorded
+        running.everywhere(lambda executor: executor.reset())
+        running.open_groups()
+        runs.clear()
+        again = running.generate([prompt_of(9)], 6, [Sampling(0.0, max_tokens=6)])
+        assert running.executors[0]._recorded is not before
+    assert runs and [each.token_ids for each in again] == [each.token_ids for each in first]
+
+
+def test_hidden_states_of_a_tape_are_those_of_the_model(tiny):
+    with cluster(tiny(**MODEL), ONE) as running:
+        running.generate([prompt_of(9)], 6)
+        executor = running.executors[0]
+        passes, model = executor._recorded, executor._model
+        assert passes is not None and isinstance(model, DecoderModel)
+        kept = passes._passes[1, False]
+    assert kept is not None and kept.hidden.shape == (1, 64) and torch.isfinite(kept.hidden).all()
