@@ -7,7 +7,7 @@ from cp_layout.reshard import Link, Runs
 from kv_transfer.framing import Corrupted, Frame, Stream
 from kv_transfer.generations import Generations
 from kv_transfer.pull import Pull, Report
-from kv_transfer.store import Bytes, Int64s, Store, pick
+from kv_transfer.store import ArrayStore, Int64s, Picked, Store, pick
 
 
 class TargetReused(Exception):
@@ -68,7 +68,8 @@ class Incoming:
         if header.message not in self.missing:
             report.duplicates += 1
             return
-        self.write(rows, payload)
+        self._check_blocks()
+        self._store.write(self._picked, rows, payload)
         self.count(header.message)
 
     def count(self, message: int) -> None:
@@ -77,10 +78,16 @@ class Incoming:
         self._report.messages += 1
         self._report.payload_bytes += len(self._rows[message]) * self.packing.row_bytes
 
-    def write(self, rows: range, data: Bytes) -> None:
-        """Writes a piece of the link's rows where it belongs; `TargetReused`."""
+    def copy(self, rows: range, pool: ArrayStore, picked: Picked) -> None:
+        """Copies a piece of the link's rows out of a pool that this process can read to where it belongs; `TargetReused`.
+
+        picked: the link's rows there.
+        """
+        self._check_blocks()
+        self._store.copy(self._picked, rows, pool, picked)
+
+    def _check_blocks(self) -> None:
         # Between this look and the end of the write nothing else runs on the thread, and owners change only once no pull of
         # theirs is running; the look catches a caller that breaks that rule.
         if not self._generations.untouched(self._blocks, self._pull.generation):
             raise TargetReused
-        self._store.write(self._picked, rows, data)

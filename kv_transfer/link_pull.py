@@ -160,12 +160,8 @@ class LinkPull:
             raise errors.ConfigRefused(f"source rank {self._link.src} has described too few blocks: {refusal}") from refusal
         picked = pick(geometry, slots, self._link.src_head, self._link.num_heads, packing.rows_per_message)
         copied = sorted(incoming.missing)
-        scratch = np.empty(packing.rows_per_message * packing.row_bytes, np.uint8)
         for message in copied:
-            rows = packing.rows(message)
-            data = scratch[: len(rows) * packing.row_bytes]
-            pool.read(picked, rows, data)
-            incoming.write(rows, data)
+            incoming.copy(packing.rows(message), pool, picked)
             # The loop stays open for others: a message takes a fraction of a millisecond.
             await asyncio.sleep(0)
         await self._renew_once(self._limits.call_s)

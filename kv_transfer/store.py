@@ -17,6 +17,9 @@ from kv_transfer.shared_memory import SharedPool
 Bytes = NDArray[np.uint8]
 Int64s = NDArray[np.int64]
 
+DIRECT_BYTES = 16 << 10
+"""Units of this size are copied from pool to pool one by one; smaller ones cost less by way of a buffer, many at a time."""
+
 WRITTEN_BYTES = 2 << 10
 """Larger units are written in parts of it, if it divides them: some C libraries copy more at once by an instruction that takes
 twice as long where the source, as what lies in a message, is at an odd address."""
@@ -136,6 +139,17 @@ class Store(Protocol):
         """Copies `data` [bytes of the rows] to the rows. No slot was picked twice."""
         ...
 
+    def copy(self, picked: Picked, rows: range, source: "ArrayStore", theirs: Picked) -> None:
+        """Copies the same piece of `theirs`, of another pool in memory that this process can read, to the rows."""
+        ...
+
+
+def copy_by_buffer(target: Store, picked: Picked, rows: range, source: Store, theirs: Picked) -> None:
+    """What `Store.copy` does, in two steps."""
+    data = np.empty(len(rows) * picked.row_bytes, np.uint8)
+    source.read(theirs, rows, data)
+    target.write(picked, rows, data)
+
 
 class ArrayStore:
     """A pool in memory: a C-contiguous uint8 array of `geometry.shape`, shared with its owner. shared: where `data` lies, if
@@ -171,6 +185,16 @@ class ArrayStore:
             size = picked.unit_bytes
         index = picked.units(rows, size)
         self._units(size)[index] = data.reshape(len(index), size)
+
+    def copy(self, picked: Picked, rows: range, source: "ArrayStore", theirs: Picked) -> None:
+        """See `Store.copy`."""
+        size = gcd(picked.unit_bytes, theirs.unit_bytes)
+        if size < DIRECT_BYTES:
+            copy_by_buffer(self, picked, rows, source, theirs)
+            return
+        ours, others = self._units(size), source._units(size)
+        for to, at in zip(picked.units(rows, size).tolist(), theirs.units(rows, size).tolist(), strict=True):
+            ours[to] = others[at]
 
     def _units(self, size: int) -> Bytes:
         return self._data.reshape(-1, size)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cp_wire.logs import get_logger
 from kv_transfer.shared_memory import SharedPool
-from kv_transfer.store import ArrayStore, Bytes, Geometry, Picked, Store
+from kv_transfer.store import ArrayStore, Bytes, Geometry, Picked, Store, copy_by_buffer
 from rank_server.kv_pool import KvPool
 
 log = get_logger("transfer")
@@ -78,6 +78,10 @@ class DeviceStore:
         with self._own_stream():
             moved = staged.to(self._data.device).view(len(index), picked.unit_bytes)
             self._units(picked)[index.to(self._data.device)] = moved
+
+    def copy(self, picked: Picked, rows: range, source: ArrayStore, theirs: Picked) -> None:
+        """See `Store.copy`."""
+        copy_by_buffer(self, picked, rows, source, theirs)
 
     def _units(self, picked: Picked) -> Tensor:
         return self._data.view(-1, picked.unit_bytes)

@@ -32,6 +32,31 @@ def moved(slots: list[int], first: int, num: int, piece: int) -> None:
     np.testing.assert_array_equal(data, after)
 
 
+@pytest.mark.parametrize("direct", [1, 1 << 30], ids=["unit by unit", "by a buffer"])
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [([0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 0, 1, 2, 3]), ([2, 3, 8, 9], [8, 9, 10, 11]), ([11, 0, 6, 5], [3, 2, 1, 0])],
+)
+@pytest.mark.parametrize(("first", "to", "num"), [(0, 0, 6), (2, 4, 2), (1, 3, 3)])
+def test_copies_what_a_read_and_a_write_would(
+    direct: int, theirs: list[int], ours: list[int], first: int, to: int, num: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "DIRECT_BYTES", direct)
+    source, total = ArrayStore(pool()), 2 * len(ours)
+    for piece in (4, total):
+        copied, written = targets = [ArrayStore(pool() ^ 255) for _ in range(2)]
+        there = pick(source.geometry, np.array(theirs), first, num, piece)
+        here = pick(copied.geometry, np.array(ours), to, num, piece)
+        for start in range(0, total, piece):
+            part = range(start, min(start + piece, total))
+            copied.copy(here, part, source, there)
+            data = np.empty(len(part) * num * 8, np.uint8)
+            source.read(there, part, data)
+            written.write(here, part, data)
+        np.testing.assert_array_equal(*(target._data for target in targets))
+        assert not (copied._data == (pool() ^ 255).reshape(-1)).all()
+
+
 @pytest.mark.parametrize("piece", [1, 3, 8])
 @pytest.mark.parametrize(("first", "num"), [(0, 6), (0, 1), (5, 1), (2, 2), (3, 3), (1, 2), (1, 4), (2, 4)])
 def test_reads_and_writes_what_indexing_would(first: int, num: int, piece: int) -> None:

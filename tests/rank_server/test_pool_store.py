@@ -57,6 +57,11 @@ def test_staged_copies_are_the_same_as_the_host_s(device: str, first: int, num: 
         for store in (staged, straight):
             store.write(picked, part, rows)
         assert torch.equal(other.as_bytes().cpu(), host.as_bytes())
+        source = HostStore(filled())
+        there = pick(source.geometry, chooser.permutation(12)[:count], first, num)
+        for store in (staged, straight):
+            store.copy(picked, part, source, there)
+        assert torch.equal(other.as_bytes().cpu(), host.as_bytes())
 
 
 def test_a_shared_pool_is_read_where_it_lies() -> None:
