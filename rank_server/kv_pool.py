@@ -103,10 +103,13 @@ class KvPool:
         for cache, x in zip(self._layers[layer], rows, strict=True):
             cache.view(-1, self.num_kv_heads, self.head_dim)[slots] = x.to(cache.dtype)
 
-    def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of K and V [T, num_kv_heads, head_dim] in the cache's dtype from slots [T] int64, all ≥ 0."""
-        k, v = (cache.view(-1, self.num_kv_heads, self.head_dim).index_select(0, slots) for cache in self.cache(layer))
-        return k, v
+    def read(self, layer: int, slots: Tensor) -> Tensor:
+        """A copy of K, then V [T, 2·num_kv_heads, head_dim] in the cache's dtype from slots [T] int64, all ≥ 0."""
+        both = self._data[layer].view(-1, self.num_kv_heads, self.head_dim)
+        values = self.num_blocks * self.block_size
+        return both.index_select(0, torch.stack((slots, slots + values), 1).flatten()).view(
+            len(slots), 2 * self.num_kv_heads, self.head_dim
+        )
 
     def fill_nan(self, blocks: Sequence[int]) -> None:
         """Fills the blocks with NaN in every layer: a debug aid that makes any read of stale data visible."""

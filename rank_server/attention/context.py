@@ -18,8 +18,8 @@ class ContextUse:
 
     row: int
     """Index of the row in its step."""
-    keys: Tensor
-    """[n] int64 index into the gather [N·rows]; the row's queries come after all of them."""
+    keys: Tensor | slice
+    """Which of the gather's [N·rows]: n int64 indices, or a range of neighbours. The row's queries come after all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +54,15 @@ def context_gathers(
             index, row = rows[segment.context]
             if index in used:
                 keys = gathered_rows(layout, row.start, segment, piece.rows, row.shard_offset)
-                uses.append(ContextUse(index, torch.from_numpy(keys).to(device)))
+                uses.append(ContextUse(index, _neighbours(keys) or torch.from_numpy(keys).to(device)))
         gathers.append(ContextPiece(torch.from_numpy(slots).to(device), tuple(uses)))
     return tuple(gathers)
+
+
+def _neighbours(keys: np.ndarray[tuple[int], np.dtype[np.int64]]) -> slice | None:
+    """Ascending indices as a range, which takes no copy; None where something, such as padding, stands between them."""
+    first, last = int(keys[0]), int(keys[-1])
+    return slice(first, last + 1) if last - first + 1 == len(keys) else None
 
 
 def _slots(layout: Layout, row: KvRow, segment: Segment) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -1,7 +1,7 @@
 """The rows of a step over this rank's part of their KV, and what attention needs to know of any part of them."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -68,6 +68,32 @@ def attention_batch(rows: Sequence[KvRow], spans: Sequence[Span], layout: Layout
         rows=tuple(attended),
         slots=slots_of(rows, spans, layout, device),
         visible=torch.tensor(visible, dtype=torch.int64, device=device),
+    )
+
+
+def gathered_batch(
+    rows: Sequence[KvRow], members: Sequence[Sequence[Span]], layout: Layout, device: torch.device
+) -> AttentionBatch:
+    """The same of queries in gather order: each member's spans, then surplus that makes its queries as many as the fullest's.
+
+    Surplus is of no row, sees no key and has no slot.
+    """
+    counts = [sum(span.count for span in spans) for spans in members]
+    batch = attention_batch(rows, [span for spans in members for span in spans], layout, device)
+    width = max(counts)
+    if min(counts) == width:
+        return batch
+    surplus = np.cumsum([0, *(width - count for count in counts[:-1])])
+    of_row = np.repeat(surplus, [len(spans) for spans in members]).tolist()
+    places = torch.from_numpy(np.arange(sum(counts)) + np.repeat(surplus, counts)).to(device)
+
+    def spread(x: Tensor, nothing: int) -> Tensor:
+        return x.new_full((len(counts) * width,), nothing).index_copy_(0, places, x)
+
+    return AttentionBatch(
+        rows=tuple(replace(row, q_start=row.q_start + more) for row, more in zip(batch.rows, of_row, strict=True)),
+        slots=spread(batch.slots, NOT_MINE),
+        visible=spread(batch.visible, 0),
     )
 
 

@@ -72,7 +72,7 @@ class GqaShard:
 
     def read(self, layer: int, slots: Tensor) -> Tensor:
         """See `ShardAttention`."""
-        return torch.cat(self._pool.read(layer, slots), dim=1)
+        return self._pool.read(layer, slots)
 
     def leaving(self, layer: int, q: Tensor) -> Tensor:
         """See `ShardAttention`."""

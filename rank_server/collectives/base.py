@@ -2,8 +2,9 @@
 
 Contract, the same for every backend and tested by one suite: every member calls the same operations in the same order with
 equal shapes and dtypes (callers pad to sizes that the plan names); results are bit-identical on all members; sums are taken
-in fp32 and returned in the input's dtype; inputs are never modified; results never alias inputs; a member that is missing or
-late makes the others raise `CollectiveError` within the group's timeout, after which the group is poisoned.
+in fp32 and returned in the input's dtype; inputs are never modified; results never alias inputs, but where they are lent; a
+member that is missing or late makes the others raise `CollectiveError` within the group's timeout, after which the group is
+poisoned.
 """
 
 from collections.abc import Sequence
@@ -41,6 +42,13 @@ class Group(Protocol):
 
     def all_to_all(self, x: Tensor) -> Tensor:
         """[N, *s] → [N, *s]: chunk j goes to member j; result chunk j came from member j."""
+        ...
+
+    def all_to_all_lent(self, x: Tensor) -> Sequence[Tensor]:
+        """The chunks of `all_to_all`, not copied where that can be helped: they may lie in x, and where others write later on.
+
+        So nobody writes to them, and they are read before this member's next call.
+        """
         ...
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:

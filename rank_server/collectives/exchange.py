@@ -5,6 +5,7 @@ Sums are taken here, in member order, so they are the same bits on all members a
 
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from time import perf_counter
 from types import TracebackType
 
@@ -83,6 +84,12 @@ class ExchangeGroup(ABC):
         with self._operation("all_to_all"):
             return self._swap("all_to_all", x.contiguous())
 
+    def all_to_all_lent(self, x: Tensor) -> Sequence[Tensor]:
+        """See `Group`; ValueError when the first dimension is not N."""
+        self._check_chunks("all_to_all_lent", x)
+        with self._operation("all_to_all_lent"):
+            return self._lend("all_to_all_lent", x.contiguous())
+
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         """See `Group`; ValueError when root is not a member."""
         if not 0 <= root < self.size:
@@ -142,6 +149,10 @@ class ExchangeGroup(ABC):
     def _sum_chunks(self, op: str, x: Tensor) -> Tensor:
         """[N, *s] → [*s], the same of everybody's chunk `index`."""
         return sum_in_member_order(self._swap(op, x))
+
+    def _lend(self, op: str, x: Tensor) -> Sequence[Tensor]:
+        """[N, *s] → N times [*s], as `_swap`; see `Group.all_to_all_lent`."""
+        return self._swap(op, x).unbind()
 
     @abstractmethod
     def _gather(self, op: str, x: Tensor) -> Tensor:

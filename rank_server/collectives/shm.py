@@ -9,7 +9,7 @@ from rank_server.collectives.shm_segment import Segment
 from rank_server.collectives.shm_semaphore import Semaphores
 from rank_server.collectives.solo import SoloGroup
 
-SLOT_BYTES = 1024 * 1024
+SLOT_BYTES = 4 * 1024 * 1024
 """Largest piece of a tensor that one round moves. Memory is taken when a slot is first used that far."""
 
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rank_server.collectives.base import CollectiveError
 from rank_server.collectives.exchange import ExchangeGroup
+from rank_server.collectives.shm_calls import OPERATIONS, call_of, pieces
 from rank_server.collectives.shm_exchange import Call, Exchange
 from rank_server.collectives.shm_program import SPIN_S, Out
 from rank_server.collectives.shm_segment import Control, Segment
@@ -29,7 +30,8 @@ SLICE_S = 0.02
 """Longest time until a waiting member notices that another one died or left."""
 SUMS = {torch.float32: Out.SUM_FLOAT32, torch.bfloat16: Out.SUM_BFLOAT16}
 """Dtypes whose sums the compiled round takes."""
-OPERATIONS = ("barrier", "all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
+LENT_BYTES = 256 * 1024
+"""Smaller tensors are copied by the compiled round, which takes less time than lending does."""
 
 
 class ShmGroup(ExchangeGroup):
@@ -68,7 +70,7 @@ class ShmGroup(ExchangeGroup):
             return self._at_once(op, x, result, 0, x.nbytes, Out.PARTS)
         segment, source, target, total = self._mapped(), _address(x), _address(result), x.nbytes
         deadline = self._deadline()
-        for start, stop in _pieces(total, self._slot_bytes):
+        for start, stop in pieces(total, self._slot_bytes):
             width = stop - start
             slots = self._round(segment, OPERATIONS.index(op), total, [(source + start, width)], deadline)
             for member, slot in enumerate(slots):
@@ -83,7 +85,7 @@ class ShmGroup(ExchangeGroup):
         segment, source, target, total = self._mapped(), _address(x), _address(result), x.nbytes
         chunk = total // self.size
         deadline = self._deadline()
-        for start, stop in _pieces(chunk, self._slot_bytes // self.size):
+        for start, stop in pieces(chunk, self._slot_bytes // self.size):
             width = stop - start
             parts = [(source + member * chunk + start, width) for member in range(self.size)]
             slots = self._round(segment, OPERATIONS.index(op), total, parts, deadline)
@@ -91,13 +93,30 @@ class ShmGroup(ExchangeGroup):
                 ctypes.memmove(target + member * chunk + start, slot + self.index * width, width)
         return result
 
+    def _lend(self, op: str, x: Tensor) -> Sequence[Tensor]:
+        """Others' chunks are views of their slots; nobody shows the chunk that stays."""
+        chunk = x.nbytes // self.size
+        if x.nbytes < LENT_BYTES or chunk * (self.size - 1) > self._slot_bytes:
+            return super()._lend(op, x)
+        segment, source = self._mapped(), _address(x)
+        parts = [(source + other * chunk, chunk) for other in self._others]
+        self._round(segment, OPERATIONS.index(op), x.nbytes, parts, self._deadline())
+        lent = list(x.unbind())
+        for other in self._others:
+            # Behind those of the members before this one; the other's own is not among them.
+            place = self.index - (self.index > other)
+            at = segment.slot_at(self._rounds % 2, other) + place * chunk
+            number = chunk // x.itemsize
+            lent[other] = torch.frombuffer(segment.memory, dtype=x.dtype, count=number, offset=at).view(x.shape[1:])
+        return lent
+
     def _copy(self, x: Tensor, root: int) -> Tensor:
         result = torch.empty_like(x)
         segment, source, target, total = self._mapped(), _address(x), _address(result), x.nbytes
         deadline = self._deadline()
         # The code tells the root: members that disagree about it must not go on with different results.
         code = OPERATIONS.index("broadcast") + root
-        for start, stop in _pieces(total, self._slot_bytes):
+        for start, stop in pieces(total, self._slot_bytes):
             parts = [(source + start, stop - start)] if self.index == root else []
             slots = self._round(segment, code, total, parts, deadline)
             ctypes.memmove(target + start, slots[root], stop - start)
@@ -247,8 +266,8 @@ class ShmGroup(ExchangeGroup):
         control, half = segment.control[other], number % 2
         announced = control[Control.ROUND[half]] == number
         if announced and (control[Control.CALL[half]], control[Control.TOTAL[half]]) != (code, total):
-            theirs = _call(control[Control.CALL[half]], control[Control.TOTAL[half]])
-            raise RuntimeError(f"member {other} calls {theirs} where member {self.index} calls {_call(code, total)}")
+            theirs = call_of(control[Control.CALL[half]], control[Control.TOTAL[half]])
+            raise RuntimeError(f"member {other} calls {theirs} where member {self.index} calls {call_of(code, total)}")
         # A member that gave up waiting in this round had announced it: without this check one that comes later would go on.
         self._check_left(segment, other, number)
         if not announced:
@@ -270,16 +289,3 @@ def _address(x: Tensor) -> int:
     if not x.is_cpu:
         raise ValueError(f"shm collectives move CPU tensors, not {x.device}")
     return x.data_ptr()
-
-
-def _pieces(total: int, piece: int) -> Sequence[tuple[int, int]]:
-    """[start, stop) of each piece; one empty piece for nothing, since members meet in every operation."""
-    if total <= piece:
-        return ((0, total),)
-    return [(start, min(start + piece, total)) for start in range(0, total, piece)]
-
-
-def _call(code: int, total: int) -> str:
-    last = len(OPERATIONS) - 1
-    name = OPERATIONS[code] if code < last else f"broadcast from {code - last}"
-    return f"{name} of {total} bytes"

@@ -62,7 +62,8 @@ class Segment:
         self._control_at = _align(_HEADER.size, 64)
         self._semaphores_at = self._control_at + size * CONTROL_WORDS * 8
         memory = mmap.mmap(fd, _total_bytes(size, slot_bytes))
-        self._memory = memory
+        self.memory = memory
+        """Lives as long as anything that was made of it."""
         self.size = size
         self.slot_bytes = slot_bytes
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -119,7 +120,11 @@ class Segment:
 
     def slot(self, half: int, member: int) -> int:
         """Address of a member's slot."""
-        return self._address + _slots_at(self.size) + (half * self.size + member) * self.slot_bytes
+        return self._address + self.slot_at(half, member)
+
+    def slot_at(self, half: int, member: int) -> int:
+        """The same as an offset in `memory`."""
+        return _slots_at(self.size) + (half * self.size + member) * self.slot_bytes
 
     def join(self, index: int) -> None:
         """Takes the member's place; raises OSError when another process has it."""

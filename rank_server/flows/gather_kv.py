@@ -14,29 +14,17 @@ from rank_server.collectives.base import Group
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPiece:
-    """A run of one row's tokens that this replica computes."""
-
-    queries: slice
-    """Among this replica's rows."""
-    keys: slice
-    """The row's new tokens up to the run's last one, among those of all replicas in batch order."""
-    seen: Tensor
-    """[queries] int64 how many of those keys each query sees, its own included."""
-
-
-@dataclass(frozen=True, slots=True)
 class OwnRow:
     """What this replica computes of one row: one or two runs that stand together."""
 
     row: int
     """Index of the row in its step."""
-    pieces: tuple[OwnPiece, ...]
-
-    @property
-    def queries(self) -> slice:
-        """Among this replica's rows."""
-        return slice(self.pieces[0].queries.start, self.pieces[-1].queries.stop)
+    queries: slice
+    """Among this replica's rows."""
+    keys: slice
+    """The row's new tokens up to the last of the runs, among those of all replicas in batch order."""
+    seen: Tensor
+    """[queries] int64 how many of those keys each query sees, its own included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +42,19 @@ class GatherKvWay:
 
     def complete(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See `Way`. New keys are rounded as if they came out of the cache."""
-        new = self.exchange.gather(self.pcp_group, kv.to(self.attention.kv_dtype))
+        new = self.exchange.in_batch_order(self.exchange.gather(self.pcp_group, kv.to(self.attention.kv_dtype)))
         self.attention.write(layer, new, self.slots)
-        parts = {own.row: self._over_new(layer, own, q, new) for own in self.own_rows}
+        parts = {}
+        for own in self.own_rows:
+            queries = q[own.queries]
+            parts[own.row] = (*self.attention.dense(layer, queries, new[own.keys], own.seen), queries)
         for piece in self.context:
             gathered = self.dcp_group.all_gather(self.attention.read(layer, piece.slots)).flatten(0, 1)
             for use in piece.uses:
                 out, lse, queries = parts[use.row]
-                keys = gathered.index_select(0, use.keys)
-                more_out, more_lse = self.attention.dense(layer, queries, keys, None)
+                more_out, more_lse = self.attention.dense(layer, queries, gathered[use.keys], None)
                 parts[use.row] = (*merge_partials([out, more_out], torch.stack([lse, more_lse])), queries)
         if not parts:
             return self.attention.dense(layer, q, new[:0], None)[0].to(q.dtype)
-        return torch.cat([out for out, _, _ in parts.values()]).to(q.dtype)
-
-    def _over_new(self, layer: int, own: OwnRow, q: Tensor, new: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        # Head and tail apart: the head sees few of the keys that the tail does.
-        parts = [self.attention.dense(layer, q[piece.queries], new[piece.keys], piece.seen) for piece in own.pieces]
-        out, lse = parts[0] if len(parts) == 1 else map(torch.cat, zip(*parts, strict=True))
-        return out, lse, q[own.queries]
+        outs = [out.to(q.dtype) for out, _, _ in parts.values()]
+        return outs[0] if len(outs) == 1 else torch.cat(outs)

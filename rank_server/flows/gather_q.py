@@ -9,6 +9,7 @@ from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.group_merge import GroupMerge
 from rank_server.attention.pcp import RowExchange
 from rank_server.attention.shard import ShardAttention
+from rank_server.attention.side_by_side import side_by_side
 from rank_server.collectives.base import Group
 
 
@@ -21,16 +22,16 @@ class GatherQWay:
 
     attention: ShardAttention
     batch: AttentionBatch
-    """All replicas' rows over this rank's shard, in batch order."""
+    """All replicas' rows over this rank's shard, in gather order."""
     exchange: RowExchange
     dcp_group: Group
     merge: GroupMerge
 
     def complete(self, layer: int, q: Tensor, kv: Tensor) -> Tensor:
         """See `Way`."""
-        heads, p = q.shape[1], self.exchange.replicas
-        rows = self.dcp_group.all_gather(self.exchange.padded(torch.cat([self.attention.leaving(layer, q), kv], dim=1)))
-        by_tp_member = [self.exchange.in_batch_order(part) for part in rows.unflatten(0, (-1, p))]
+        heads = q.shape[1]
+        rows = self.exchange.gather(self.dcp_group, side_by_side(self.attention.leaving(layer, q), kv))
+        by_tp_member = rows.split(self.exchange.replicas * self.exchange.width)
         # The d members bring their own heads, and all the same KV rows.
         self.attention.write(layer, by_tp_member[0][:, heads:], self.batch.slots)
         queries = [part[:, :heads] for part in by_tp_member]
@@ -40,7 +41,7 @@ class GatherQWay:
         return self.attention.arrived(layer, own).to(q.dtype)
 
     def _chunks(self, x: Tensor) -> Tensor:
-        """[T, d·hq, E] → [N, width, hq, E]."""
+        """[P·width, d·hq, E] in gather order → [N, width, hq, E]."""
         p = self.exchange.replicas
-        by_heads = self.exchange.by_replica(x).unflatten(2, (self.dcp_group.size // p, -1))
+        by_heads = x.unflatten(0, (p, -1)).unflatten(2, (self.dcp_group.size // p, -1))
         return by_heads.movedim(2, 0).flatten(0, 1)

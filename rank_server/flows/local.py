@@ -32,7 +32,7 @@ class ReplicatedKvWay:
     batch: AttentionBatch
     """This replica's rows."""
     slots: Tensor
-    """[T] slots of all replicas' rows, in batch order."""
+    """[P·width] slots of all replicas' rows, in gather order."""
     exchange: RowExchange
     pcp_group: Group
 

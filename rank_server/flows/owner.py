@@ -9,14 +9,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from cp_layout.zigzag import BatchRow, Partition, partition
+from rank_server.attention.batch import AttentionBatch
 from rank_server.attention.context import context_gathers
 from rank_server.attention.group_merge import MERGES
 from rank_server.attention.pcp import RowExchange
-from rank_server.attention.rows import KvRow, Span, attention_batch, slots_of
+from rank_server.attention.rows import KvRow, Span, attention_batch, gathered_batch, slots_of
 from rank_server.attention.shard import ShardAttention
+from rank_server.attention.side_by_side import side_by_side
 from rank_server.collectives.base import Group
 from rank_server.flows.base import Flow, Way
-from rank_server.flows.gather_kv import GatherKvWay, OwnPiece, OwnRow
+from rank_server.flows.gather_kv import GatherKvWay, OwnRow
 from rank_server.flows.gather_q import GatherQWay
 from rank_server.flows.local import LocalWay, ReplicatedKvWay
 from rank_server.place import Place
@@ -40,7 +42,7 @@ class OwnerFlow:
 
     def attend(self, layer: int, q: Tensor, *rows: Tensor) -> Tensor:
         """See `Flow`."""
-        kv = torch.cat(rows, dim=1)
+        kv = side_by_side(*rows)
         if len(self.parts) == 1:
             return self.parts[0].way.complete(layer, q, kv)
         outs = torch.cat([part.way.complete(layer, q[part.places], kv[part.places]) for part in self.parts])
@@ -104,7 +106,7 @@ class OwnerFlows:
         return ReplicatedKvWay(
             attention=self._attention,
             batch=attention_batch(rows, self._own_spans(part), self._place.layout, self._device),
-            slots=slots_of(rows, _all_spans(part), self._place.layout, self._device),
+            slots=self._gathered(rows, part).slots,
             exchange=self._exchange(part),
             pcp_group=self._pcp_group,
         )
@@ -112,7 +114,7 @@ class OwnerFlows:
     def _gather_q(self, rows: Sequence[KvRow], part: Partition) -> Way:
         return GatherQWay(
             attention=self._attention,
-            batch=attention_batch(rows, _all_spans(part), self._place.layout, self._device),
+            batch=self._gathered(rows, part),
             exchange=self._exchange(part),
             dcp_group=self._dcp_group,
             merge=self._merge,
@@ -139,16 +141,21 @@ class OwnerFlows:
         )
 
     def _own_rows(self, part: Partition) -> tuple[OwnRow, ...]:
-        pieces: dict[int, list[OwnPiece]] = {}
-        at = 0
+        runs: dict[int, list[tuple[int, int]]] = {}
         for span in self._own_spans(part):
-            first = int(part.first_of_row[span.row])
             before = span.start - int(part.row_start[span.row])
-            seen = torch.arange(before + 1, before + span.count + 1, device=self._device)
-            keys = slice(first, first + before + span.count)
-            pieces.setdefault(span.row, []).append(OwnPiece(slice(at, at + span.count), keys, seen))
-            at += span.count
-        return tuple(OwnRow(row, tuple(of_row)) for row, of_row in pieces.items())
+            runs.setdefault(span.row, []).append((before, before + span.count))
+        own_rows, at = [], 0
+        for row, of_row in runs.items():
+            first = int(part.first_of_row[row])
+            seen = torch.cat([torch.arange(start + 1, stop + 1, device=self._device) for start, stop in of_row])
+            own_rows.append(OwnRow(row, slice(at, at + len(seen)), slice(first, first + of_row[-1][1]), seen))
+            at += len(seen)
+        return tuple(own_rows)
+
+    def _gathered(self, rows: Sequence[KvRow], part: Partition) -> AttentionBatch:
+        """All replicas' rows over this rank's shard, in gather order."""
+        return gathered_batch(rows, owned(part, self._place.pcp_index).answered, self._place.layout, self._device)
 
     def _own_spans(self, part: Partition) -> tuple[Span, ...]:
         return owned(part, self._place.pcp_index).spans

@@ -13,6 +13,8 @@ from rank_server.models.product_program import ProductProgram
 
 UNROLLED = 4
 """Pairs of inputs in a row."""
+LINE = 64
+"""Bytes of a cache line."""
 STEP = 2 * LANES
 """Inputs that are turned at a time."""
 
@@ -54,8 +56,21 @@ class PanelProgram(ProductProgram):
                 e.set(present, panel)
             start = e.times(chunk, self._call["chunk"])
             stop = e.least(e.at(start, self._call["chunk"]), self._call["rows"])
-            with e.loop(start, stop, self._rows) as row:
-                self._multiply(first, row, stop)
+            groups = self._quotient(e.b.sub(stop, start), self._rows)
+            with e.loop(0, groups) as group:
+                self._expect(e.at(first, features), group, groups)
+                self._multiply(first, e.at(start, e.times(group, self._rows)), stop)
+
+    def _expect(self, first: ir.Value, part: ir.Value, parts: ir.Value) -> None:
+        """Asks for a part of the next panel's rows of the matrix, which come from memory while this panel is multiplied."""
+        e = self._e
+        features = features_at_a_time(self._gated)
+        begin, end = (e.b.sdiv(e.times(each, features), parts) for each in (part, e.at(part, 1)))
+        with e.loop(begin, end) as feature:
+            for name in self._matrices:
+                row = self._weight_row(name, e.at(first, feature))
+                with e.loop(0, e.times(self._call["inputs"], 2), LINE) as byte:
+                    e.prefetch(e.at(row, byte))
 
     def _fill(self, first: ir.Value) -> None:
         e, inputs = self._e, self._call["inputs"]

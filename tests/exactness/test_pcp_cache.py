@@ -21,7 +21,7 @@ def committed(running, rank: int, handle: int) -> tuple[torch.Tensor, torch.Tens
     sequence = executor._sequences.get(handle)
     slots = running.layout.slots(sequence.shard, sequence.block_table.numpy(), np.arange(sequence.num_computed))
     where = torch.from_numpy(np.flatnonzero(slots != NOT_MINE))
-    caches = [torch.stack(executor.pool.read(layer, torch.from_numpy(slots)[where])) for layer in range(2)]
+    caches = [torch.stack(executor.pool.read(layer, torch.from_numpy(slots)[where]).chunk(2, dim=1)) for layer in range(2)]
     return where, torch.stack(caches)
 
 

@@ -1,5 +1,7 @@
 """The exchange of rows between replicas, and the plan of context gathers, without any attention."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,9 @@ from cp_layout.interleave import NOT_MINE, Layout
 from cp_layout.zigzag import BatchRow, partition
 from rank_server.attention.context import context_gathers
 from rank_server.attention.pcp import RowExchange
-from rank_server.attention.rows import KvRow
+from rank_server.attention.rows import KvRow, attention_batch, gathered_batch
 from rank_server.collectives.local import LocalBackend, LocalHub
+from rank_server.share import owned
 from tests.rank_server.collectives.harness import open_groups
 from tests.rank_server.threads import run_ranks
 
@@ -23,7 +26,7 @@ BATCHES = [
 
 @pytest.mark.parametrize("batch", BATCHES, ids=len)
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_d6_rows_come_back_in_batch_order_and_return_to_whoever_sent_them(batch, replicas):
+def test_d6_rows_come_back_in_batch_order_and_stand_together_by_whoever_sent_them(batch, replicas):
     cut = partition(batch, replicas)
     total = len(cut.tokens)
     everything = torch.arange(total, dtype=torch.float32)[:, None, None] + torch.tensor([[[0.0, 0.5]]])
@@ -33,10 +36,10 @@ def test_d6_rows_come_back_in_batch_order_and_return_to_whoever_sent_them(batch,
         exchange = RowExchange(cut, index, CPU)
         mine = everything[torch.from_numpy(cut.tokens[cut.tokens_of(index)])]
         assert exchange.count == len(mine)
-        assert torch.equal(exchange.gather(groups[index]["pcp:0"], mine), everything)
-        back = exchange.by_replica(everything)
-        assert back.shape == (replicas, cut.rows_max, 1, 2)
-        assert torch.equal(exchange.own(back[index]), mine)
+        gathered = exchange.gather(groups[index]["pcp:0"], mine)
+        assert torch.equal(exchange.in_batch_order(gathered), everything)
+        by_replica = gathered.view(replicas, cut.rows_max, 1, 2)
+        assert torch.equal(exchange.own(by_replica[index]), mine)
 
     run_ranks(replicas, replica)
 
@@ -73,15 +76,53 @@ def test_c1_gathers_bring_every_cached_token_once_and_only_those(members, interl
     for pieces in zip(*gathers, strict=True):
         assert len({len(piece.slots) for piece in pieces}) == 1
         assert len(pieces[0].slots) <= 2 * interleave
+        places = torch.arange(members * len(pieces[0].slots))
         brought = [(member, int(slot)) for member, piece in enumerate(pieces) for slot in piece.slots]
         for piece in pieces:
             assert [use.row for use in piece.uses] == [use.row for use in pieces[0].uses]
             for use, first in zip(piece.uses, pieces[0].uses, strict=True):
-                assert torch.equal(use.keys, first.keys)
+                assert torch.equal(places[use.keys], places[first.keys])
         for use in pieces[0].uses:
-            seen[use.row] += [tokens[brought[key]] for key in use.keys.tolist()]
+            seen[use.row] += [tokens[brought[key]] for key in places[use.keys].tolist()]
     for index, found in seen.items():
         assert sorted(found) == [(index, position) for position in range(lengths[index])]
+
+
+@pytest.mark.parametrize(("length", "together"), [(16, True), (13, True), (9, False), (1, True)])
+def test_keys_without_padding_between_them_are_not_copied(length, together):
+    """Of N·I = 8: 13 leaves padding behind the last shard's keys only, 9 leaves some behind the first one's."""
+    layout = Layout(2, 4, 4)
+    (piece,) = context_gathers([(0, held(layout, 0, 0, length, 0))], {0}, layout, 8, 1 << 20, CPU)
+    assert isinstance(piece.uses[0].keys, slice) == together
+    assert len(torch.arange(2 * len(piece.slots))[piece.uses[0].keys]) == length
+
+
+@pytest.mark.parametrize("batch", BATCHES, ids=len)
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_queries_in_gather_order_are_those_of_each_member_and_surplus(batch, replicas):
+    layout = Layout(2, 2, 4)
+    cut = partition(batch, replicas)
+    rows = [held(layout, 1, 0, row.computed, 10 * index) for index, row in enumerate(batch)]
+    rows = [
+        replace(row, block_table=torch.arange(50 * i, 50 * i + 9), count=b.scheduled)
+        for i, (row, b) in enumerate(zip(rows, batch, strict=True))
+    ]
+    members = owned(cut, 0).answered
+    gathered = gathered_batch(rows, members, layout, CPU)
+    width = cut.rows_max
+    assert len(gathered.slots) == len(gathered.visible) == replicas * width
+    found = iter(gathered.rows)
+    for member, spans in enumerate(members):
+        alone = attention_batch(rows, spans, layout, CPU)
+        begin, end = member * width, member * width + int(cut.counts[member])
+        assert torch.equal(gathered.slots[begin:end], alone.slots)
+        assert torch.equal(gathered.visible[begin:end], alone.visible)
+        assert (gathered.slots[end : begin + width] == NOT_MINE).all() and not gathered.visible[end : begin + width].any()
+        for row in alone.rows:
+            there = next(found)
+            assert there.q_start == begin + row.q_start
+            assert (there.q_len, there.local_len, there.first_visible) == (row.q_len, row.local_len, row.first_visible)
+    assert next(found, None) is None
 
 
 def test_c3_nothing_is_gathered_without_context():

@@ -95,7 +95,7 @@ def expected(op: str, inputs: Sequence[Tensor], member: int, root: int = 0) -> T
         return total(inputs)
     if op == "reduce_scatter":
         return total([x[member] for x in inputs])
-    if op == "all_to_all":
+    if op in ("all_to_all", "all_to_all_lent"):
         return torch.stack([x[member] for x in inputs])
     if op == "broadcast":
         return inputs[root]
@@ -109,14 +109,16 @@ def call(group: Group, op: str, x: Tensor, root: int = 0) -> Tensor | None:
         "all_reduce": lambda: group.all_reduce(x),
         "reduce_scatter": lambda: group.reduce_scatter(x),
         "all_to_all": lambda: group.all_to_all(x),
+        "all_to_all_lent": lambda: torch.stack(list(group.all_to_all_lent(x))),
         "broadcast": lambda: group.broadcast(x, root),
         "barrier": group.barrier,
     }
     return calls[op]()
 
 
-TENSOR_OPS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "broadcast")
-CHUNKED_OPS = ("reduce_scatter", "all_to_all")
+TENSOR_OPS = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all", "all_to_all_lent", "broadcast")
+CHUNKED_OPS = ("reduce_scatter", "all_to_all", "all_to_all_lent")
+OPERATIONS = (*TENSOR_OPS, "barrier")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64)
 
 
@@ -128,7 +130,7 @@ def check_mixed_operations(group: Group, count: int = 100) -> None:
         return int(torch.randint(choices, (1,), generator=plan))
 
     for number in range(count):
-        op = (*TENSOR_OPS, "barrier")[draw(6)]
+        op = OPERATIONS[draw(len(OPERATIONS))]
         dtype, root, width = DTYPES[draw(4)], draw(group.size), draw(50)
         shape = (group.size, width, 2) if op in CHUNKED_OPS else (width, 3)
         inputs = [values(member, shape, dtype, seed=number) for member in range(group.size)]
