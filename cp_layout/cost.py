@@ -11,8 +11,14 @@ rows; e, e_o and e_kv = bytes of activations, partial outputs and cache. A query
     gather Q     (N−1)/P · S_q · (h·(w_q·e + w_o·e_o + 4) + w_kv·e)             in 2 rounds
     gather KV    ((P−1)/P · S_q + (N−1)/N · S_ctx) · w_kv·e_kv                  in 1 round and 1 per workspace of context
 
-By bytes alone gathering Q is cheaper once S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q (a little later for d > 1, as the
-new KV then goes to every rank of the DCP group, and where e ≠ e_kv). Both ways compute the same pairs, and balance them.
+and moves in its own memory, with o = h·(w_o + 1)·e_o the partial output of a row,
+
+    gather Q     (2N+1)/P · S_q · o + S_ctx/N · w_kv·e_kv                       partials out, N in, their merge out; keys in
+    gather KV    (1 + 4·pieces)/P · S_q · o + (1 + 1/N) · S_ctx · w_kv·e_kv     the same of each piece; own keys out, all in
+
+(with large partials gathering Q takes a third round, which is lost in what they take). By bytes received alone gathering Q is
+cheaper once S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q (a little later for d > 1, as the new KV then goes to every rank
+of the DCP group, and where e ≠ e_kv). Both ways compute the same pairs, and balance them.
 """
 
 from dataclasses import dataclass
@@ -23,7 +29,7 @@ from cp_layout.grid import Grid
 from cp_layout.model_shape import DTYPE_BYTES, ModelShape
 from cp_layout.reorg import WORKSPACE_BYTES
 
-COST_VERSION = 4
+COST_VERSION = 5
 """Changes whenever the same numbers may lead to another choice."""
 
 PARTIAL_BYTES = 4
@@ -55,7 +61,7 @@ class Work(NamedTuple):
     """Weights that are read."""
     attention_flops: float = 0.0
     cache_bytes: float = 0.0
-    """KV that is read or copied."""
+    """KV that is read or copied, and partial outputs that are written or merged."""
     rounds: float = 0.0
     """Collectives."""
     wire_bytes: float = 0.0
@@ -67,13 +73,13 @@ class Work(NamedTuple):
 
 
 class Rates(NamedTuple):
-    """Seconds per unit of each kind of work; the defaults are priors of a CPU core, to be measured."""
+    """Seconds per unit of each kind of work; the defaults are priors of a CPU core with products of bf16, to be measured."""
 
     step: float = 5e-3
-    linear_flop: float = 1 / 50e9
+    linear_flop: float = 1 / 200e9
     weight_byte: float = 1 / 10e9
-    attention_flop: float = 1 / 20e9
-    cache_byte: float = 1 / 5e9
+    attention_flop: float = 1 / 150e9
+    cache_byte: float = 1 / 10e9
     round: float = 1e-4
     wire_byte: float = 1 / 1e9
 
@@ -164,12 +170,11 @@ class CostModel:
         """Rows are dealt out, and all of them go to the keys; dcp > 1."""
         n, context = self.grid.dcp, facts.prefill_context + facts.decode_context
         mine = facts.prefill_tokens / self.grid.pcp + self._owned(facts)
-        out = self.heads * (self.output_width + 1) * PARTIAL_BYTES
-        row = (self.heads * self.query_width + self.kv_width) * self.activation_bytes + out
+        row = (self.heads * self.query_width + self.kv_width) * self.activation_bytes + self._partial_bytes
         exchange = Work(
             rounds=2 * (mine > 0),
             wire_bytes=(n - 1) * mine * row,
-            cache_bytes=context / n * self._kv_bytes,
+            cache_bytes=context / n * self._kv_bytes + (2 * n + 1) * mine * self._partial_bytes,
             attention_flops=(facts.prefill_pairs + facts.decode_context + facts.decode_rows) / n * self._pair_flops(self._d),
         )
         return self._dealt(facts).plus(self._per_layer(exchange))
@@ -211,6 +216,11 @@ class CostModel:
         """Bytes of one cached token in one layer."""
         return self.kv_width * self.cache_element_bytes
 
+    @property
+    def _partial_bytes(self) -> int:
+        """Bytes of a row's partial output, with this rank's heads, in one layer."""
+        return self.heads * (self.output_width + 1) * PARTIAL_BYTES
+
     def _pair_flops(self, members: int) -> float:
         """Of one (query, key) pair in one layer, with the heads of so many TP members."""
         return 2.0 * self.heads * members * self.pair_width
@@ -228,11 +238,13 @@ class CostModel:
         """Of one layer: keys of so many cached and new tokens are gathered and attended."""
         p, n = self.grid.pcp, self.grid.dcp
         pieces = -(-context // self.workspace_tokens) if n > 1 else 0
-        copies = 3 if n > 1 else 1  # read here, written to the workspace, read there
+        # Every shard reads its own keys for all; partials of a piece are written, and merged with those of all before it.
+        copies = 1 + 1 / n if n > 1 else 1
+        partials = (1 + 4 * pieces) * new / p * self._partial_bytes if n > 1 else 0
         return Work(
             rounds=(1 + pieces) * (new > 0),
             wire_bytes=((p - 1) / p * new + (n - 1) / n * context) * self._kv_bytes,
-            cache_bytes=copies * context * self._kv_bytes,
+            cache_bytes=copies * context * self._kv_bytes + partials,
             attention_flops=attention_flops,
         )
 
@@ -268,12 +280,13 @@ class CostModel:
         context = facts.decode_context + facts.prefill_context
         pairs = facts.prefill_pairs + facts.decode_context + facts.decode_rows
         queries = (self._d - 1) * rows * self.heads * self.query_width * self.activation_bytes
-        partials = (n - 1) * rows * self.heads * (self.output_width + 1) * PARTIAL_BYTES
+        partials = rows * self._partial_bytes
+        merged = (self._d + n + 1) * partials if n > 1 else 0
         return self._per_layer(
             Work(
                 rounds=(self._d > 1) + (n > 1),
-                wire_bytes=queries + partials,
-                cache_bytes=context / n * self._kv_bytes,
+                wire_bytes=queries + (n - 1) * partials,
+                cache_bytes=context / n * self._kv_bytes + merged,
                 attention_flops=pairs / n * self._pair_flops(self._d),
             )
         )

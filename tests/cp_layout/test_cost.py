@@ -67,14 +67,32 @@ def test_work_of_one_prefill_counted_by_hand() -> None:
     q = costs.owner_q(facts)
     assert q.rounds == 2 * 2
     assert q.wire_bytes == 2 * 50 * (8 * 16 * 2 + 2 * 2 * 16 * 2 + 8 * (16 + 1) * 4)
-    assert q.cache_bytes == 2 * 500 * 2 * 2 * 16 * 2
+    partial = 8 * (16 + 1) * 4
+    # Partials of 100 rows are written, and of 50 rows two are merged to one.
+    assert q.cache_bytes == 2 * (500 * 2 * 2 * 16 * 2 + (100 + 2 * 50 + 50) * partial)
     kv = costs.owner_kv(facts)
     assert kv.rounds == 2 * (1 + 1)
     assert kv.wire_bytes == 2 * (50 * 64 * 2 + 500 * 64 * 2)
+    # 500 keys are read to be sent, 1000 are attended; partials of new keys and of context are written, then merged to one.
+    assert kv.cache_bytes == 2 * ((500 + 1000) * 64 * 2 + (2 + 2 + 1) * 50 * partial)
     for work in (q, kv):
         assert work.attention_flops == 2 * pairs / 2 * 8 * 16 * 4
         assert work.weight_bytes == (1000 + 6400) * 2
         assert work.linear_flops == 2 * (50 * 1000 + 0.5 * 6400)
+
+
+def test_only_keys_that_come_in_pieces_are_merged() -> None:
+    """Per piece of context a partial is written, and merged with that of all keys before it."""
+    costs, partial = model(), 8 * (16 + 1) * 4
+    copied = [costs.owner_kv(chunk(100, context)).cache_bytes for context in (0, 1, costs.workspace_tokens + 1)]
+    of_keys = [2 * 1.5 * context * 64 * 2 for context in (0, 1, costs.workspace_tokens + 1)]
+    assert [a - b for a, b in zip(copied, of_keys, strict=True)] == [
+        2 * 50 * partial * (1 + 4 * pieces) for pieces in (0, 1, 2)
+    ]
+    everywhere = model(tp=2, pcp=2, dcp=4).replicated(StepFacts(decode_rows=3, decode_context=0))
+    # Four heads of a rank: both TP members' are attended, four shards' partials merged to one.
+    assert everywhere.cache_bytes == 2 * 3 * (2 + 4 + 1) * partial / 2
+    assert model(tp=1, pcp=1, dcp=1).replicated(StepFacts(decode_rows=3, decode_context=0)).cache_bytes == 0
 
 
 def test_a_gather_of_kv_takes_a_round_per_workspace() -> None:
