@@ -182,7 +182,7 @@ class Executor:
         """Forgets all requests and leaves all groups; weights and pool stay."""
         self.close_groups()
         self._groups.clear()
-        self._model = self._ways = None
+        self._model = self._ways = self._recorded = None
         self._sequences.clear()
         return rank_pb2.ResetDone()
 
@@ -225,7 +225,7 @@ class Executor:
         split = plan.decode_mode == common_pb2.DECODE_MODE_SPLIT
         answered = None if split else batch.answered
         if self._recorded is not None and answered is None and isinstance(flow, ReplicatedFlow) and few_decodes(share):
-            hidden = self._recorded.forward(batch.token_ids, batch.positions, flow, split)
+            hidden = self._recorded.forward(batch.token_ids, batch.positions, attend, flow.batch, split)
         else:
             hidden = model.forward(batch.token_ids, batch.positions, attend, split, answered)
         samples = self._samples and not (split and place.pcp_index > 0)
@@ -251,7 +251,7 @@ class Executor:
             place, shape = self.place, self._files.shape
             split = SplitGroups(self._group("pcp"), self._group("wide")) if place.grid.pcp > 1 else None
             self._model = build_model(shape, self._require_weights(), self._group("tp"), split)
-            self._recorded = RecordedPasses.of(self._model)
+            self._recorded = RecordedPasses.of(self._model, self._progress)
             self._ways = Ways(place, pool, self._group, shape, up_projections(self._require_weights()), self._workspace_bytes)
         return self._model, self._ways
 

@@ -1,12 +1,13 @@
 """Decode steps of few rows without Python between their programs: a pass is recorded once for each number of rows."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
+from rank_server.attention.batch import AttentionBatch
 from rank_server.compiled.tape import NotRecordable, Tape, recording
-from rank_server.flows.replicated import ReplicatedFlow
-from rank_server.models.decoder import DecoderModel
+from rank_server.models.decoder import Attend, DecoderModel
 from rank_server.models.table import Model
 from rank_server.share import Share
 
@@ -30,40 +31,47 @@ class _Pass:
 
 
 class RecordedPasses:
-    """Passes of one model. Their results are those of `DecoderModel.forward`, to the bit; each is valid until the next pass."""
+    """Passes of one model. Their results are those of `DecoderModel.forward`, to the bit; each is valid until the next pass.
 
-    def __init__(self, model: DecoderModel) -> None:
+    progress: is called every now and then while a recorded pass runs.
+    """
+
+    def __init__(self, model: DecoderModel, progress: Callable[[], None]) -> None:
         self._model = model
+        self._progress = progress
         self._passes: dict[tuple[int, bool], _Pass | None] = {}
         """By number of rows and whether they are split; None: can't be recorded."""
 
     @classmethod
-    def of(cls, model: Model) -> "RecordedPasses | None":
+    def of(cls, model: Model, progress: Callable[[], None]) -> "RecordedPasses | None":
         """None for a model whose passes can't be recorded."""
-        return cls(model) if isinstance(model, DecoderModel) and model.compiled else None
+        return cls(model, progress) if isinstance(model, DecoderModel) and model.compiled else None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, flow: ReplicatedFlow, split: bool) -> Tensor:
-        """token_ids and positions [T], of T requests that have one row each: see `DecoderModel.forward`.
+    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, batch: AttentionBatch, split: bool) -> Tensor:
+        """token_ids and positions [T], of T requests that have one row each: see `DecoderModel.forward`. batch: what `attend`
+        attends.
 
         Raises what the programs and groups of a pass raise.
         """
-        begin, slots = self._model.begin(token_ids, positions), flow.batch.slots
+        begin = self._model.begin(token_ids, positions)
         key = len(token_ids), split
         if key not in self._passes:
-            return self._record(key, begin, flow)
+            return self._record(key, begin, attend, batch)
         found = self._passes[key]
         if found is None:
-            return self._model.between(*begin, flow.attend, split)
-        for kept, new in zip(found.given, (*begin, slots), strict=True):
+            return self._model.between(*begin, attend, split)
+        for kept, new in zip(found.given, (*begin, batch.slots), strict=True):
             kept.copy_(new)
-        found.tape.run(flow.batch)
+        found.tape.run(batch, self._progress)
         return found.hidden
 
-    def _record(self, key: tuple[int, bool], begin: tuple[Tensor, Tensor, Tensor], flow: ReplicatedFlow) -> Tensor:
+    def _record(
+        self, key: tuple[int, bool], begin: tuple[Tensor, Tensor, Tensor], attend: Attend, batch: AttentionBatch
+    ) -> Tensor:
         with recording() as notes:
-            hidden = self._model.between(*begin, flow.attend, split=key[1])
+            hidden = self._model.between(*begin, attend, split=key[1])
         try:
-            self._passes[key] = _Pass(notes.tape(), (*begin, flow.batch.slots), hidden)
+            self._passes[key] = _Pass(notes.tape(), (*begin, batch.slots), hidden)
         except NotRecordable:
             self._passes[key] = None
         return hidden

@@ -103,7 +103,6 @@ class CpuDecode:
     def __init__(self, use_threads: bool | None = None) -> None:
         self._team = Team.of(use_threads)
         self._prepared: _Prepared | None = None
-        self._follows: tuple[Recorder, _Prepared] | None = None
 
     def warm_up(self, share: int, head_dim: int) -> None:
         """Compiles the program for queries in bf16."""
@@ -142,22 +141,8 @@ class CpuDecode:
         argument["k_cache"], argument["v_cache"] = k_cache.data_ptr(), v_cache.data_ptr()
         argument["block_size"], argument["scale"] = k_cache.shape[1], scale
         if notes is not None:
-            self._let_follow(prepared, notes)
-        self._team.call(compiled, argument.ctypes.data if notes else prepared.address, threads, argument)
-
-    def _let_follow(self, prepared: "_Prepared", notes: Recorder) -> None:
-        """Has the calls of a recorded step attend what the batch of a later one says."""
-        if self._follows is not None and self._follows[0] is notes and self._follows[1] is prepared:
-            return
-        self._follows = notes, prepared
-        kept: list[_Prepared] = [prepared]
-
-        def follow(batch: AttentionBatch) -> None:
-            sizes = prepared.heads, prepared.kv_heads, prepared.head_dim, prepared.threads
-            kept[1:] = [_Prepared.of(batch.rows, batch, *sizes)]
-            prepared.step[...] = kept[1].step
-
-        notes.followers.append(follow)
+            prepared.let_follow(notes)
+        self._team.call(compiled, prepared.address if notes is None else argument.ctypes.data, threads, argument)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +166,17 @@ class _Prepared:
     def serves(self, batch: AttentionBatch, heads: int, kv_heads: int, head_dim: int, threads: int) -> bool:
         sizes = self.heads, self.kv_heads, self.head_dim, self.threads
         return self.batch is batch and sizes == (heads, kv_heads, head_dim, threads)
+
+    def let_follow(self, notes: Recorder) -> None:
+        """Has the calls of a recorded step, which are given the address of this one's `step`, attend what the batch of a later
+        step says."""
+        kept: list[_Prepared] = []
+
+        def follow(batch: AttentionBatch) -> None:
+            kept[:] = [_Prepared.of(batch.rows, batch, self.heads, self.kv_heads, self.head_dim, self.threads)]
+            self.step[...] = kept[0].step
+
+        notes.followers.setdefault(self.address, follow)
 
     @classmethod
     def of(

@@ -12,14 +12,13 @@ from functools import cache
 from llvmlite import ir
 
 from rank_server.collectives.shm_segment import Control
-from rank_server.collectives.shm_semaphore import CLOCK_MONOTONIC
+from rank_server.compiled.clock import NS, nanoseconds
 from rank_server.compiled.emitter import HALVES, I32, I64, LANES, POINTER, VECTOR, Emitter
 from rank_server.compiled.memory import copy
 from rank_server.compiled.translation import Compiled, translate
 
 SPIN_S = 100e-6
 """How long a wait looks again and again before it sleeps; in between it offers its CPU to whoever wants to run."""
-_NS = 10**9
 
 
 class Out(IntEnum):
@@ -83,7 +82,7 @@ class _Writer:
     def __init__(self) -> None:
         self.e = e = Emitter("exchange")
         e.store(e.integer(0), e.function.args[0], Word.DONE)
-        self.begun = self._now()
+        self.begun = nanoseconds(self.e)
         self.others = e.b.sub(self.common(Member.SIZE), e.integer(1))
         self.number = e.at(self.common(Member.ROUNDS), 1)
         self.half = e.b.and_(self.number, e.integer(1))
@@ -153,9 +152,9 @@ class _Writer:
             answer = e.call("sem_trywait", I32, semaphore)
             e.b.cbranch(e.b.icmp_signed("==", answer, ir.Constant(I32, 0)), taken, wait)
             e.b.position_at_end(wait)
-            now = self._now()
+            now = nanoseconds(e)
             begun = e.b.icmp_signed("!=", e.get(until), e.integer(0))
-            e.set(until, e.b.select(begun, e.get(until), e.at(now, round(SPIN_S * _NS))))
+            e.set(until, e.b.select(begun, e.get(until), e.at(now, round(SPIN_S * NS))))
             e.b.cbranch(e.b.icmp_signed("<", now, e.get(until)), again, stop)
             e.b.position_at_end(stop)
             self._stop(other)
@@ -164,14 +163,6 @@ class _Writer:
             e.call("sched_yield", I32)
             e.b.branch(look)
             e.b.position_at_end(taken)
-
-    def _now(self) -> ir.Value:
-        """Nanoseconds on the clock that never steps."""
-        e = self.e
-        seconds_nanoseconds = e.array(1)
-        clock = ir.Constant(I32, CLOCK_MONOTONIC)
-        e.call("clock_gettime", I32, clock, e.b.inttoptr(seconds_nanoseconds, POINTER))
-        return e.at(e.times(e.load(seconds_nanoseconds, I64), _NS), e.load(seconds_nanoseconds, I64, 1))
 
     def _check(self) -> None:
         """Ends the program where another has left, or has announced anything else: why that is so is asked elsewhere."""
@@ -197,7 +188,7 @@ class _Writer:
     def _take_time(self) -> None:
         e = self.e
         member = self.word(Word.MEMBER)
-        spent = e.b.sub(self._now(), self.begun)
+        spent = e.b.sub(nanoseconds(e), self.begun)
         e.store(e.b.add(e.load(member, I64, Member.NANOSECONDS), spent), member, Member.NANOSECONDS)
 
     def _copy(self) -> None:

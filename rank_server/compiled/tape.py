@@ -10,6 +10,7 @@ it in another way; anything else refuses the recording, as does an exchange betw
 
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -20,17 +21,25 @@ from llvmlite import ir
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rank_server.compiled.clock import NS, nanoseconds
 from rank_server.compiled.emitter import I32, I64, POINTER, Emitter
 from rank_server.compiled.openmp import parallel
 from rank_server.compiled.translation import Compiled, translate
 
 _TAKING = frozenset(f"aten::{name}" for name in ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided"))
 """Operations that take memory and leave in it what is there."""
+_MADE = "aten::lift_fresh"
+"""What is seen of a tensor that is made of Python's numbers: they would be the same in every run, and nobody holds them."""
 ALONE = 0
 """In the place of a number of threads: the call is made on the caller's thread."""
-_HEAD, _OF_A_CALL = 3, 4
-"""Words of a tape: calls, the call to begin with, the call that stopped (an answer; −1: none); then of each call its function,
-its argument, the threads, and whether it may stop."""
+BREATH_S = 0.25
+"""After so long a tape tells that it gets on, as soon as the call that it makes is over."""
+_HEAD, _OF_A_CALL = 4, 4
+"""Words of a tape: calls, the call to begin with, an answer, and when to answer at the latest, in nanoseconds; then of each
+call its function, its argument, the threads, and whether it may stop."""
+_BEGIN, _ANSWER, _DUE = 1, 2, 3
+_ALL_MADE, _TIME_IS_UP = -1, -2
+"""Answers; another one is the number of the call that stopped. When the time is up, _BEGIN says where to go on."""
 
 _here = threading.local()
 
@@ -48,8 +57,8 @@ class Recorder:
     """Whatever the calls have addresses of."""
     resumes: dict[int, Callable[[], None]] = field(default_factory=dict)
     """By call that may stop, what goes on from there."""
-    followers: list[Callable[[Any], None]] = field(default_factory=list)
-    """Called before the tape runs, with what it runs for."""
+    followers: dict[object, Callable[[Any], None]] = field(default_factory=dict)
+    """Called before the tape runs, with what it runs for; by something of whoever noted it, to note it once."""
     checks: list[Callable[[], None]] = field(default_factory=list)
     """Called when it has run."""
     exchanges: dict[Callable[[int], AbstractContextManager[None]], int] = field(default_factory=dict)
@@ -116,7 +125,7 @@ class _OnlyMemory(TorchDispatchMode):
         name = func.name().split(".")[0]
         if name in _TAKING:
             self._to.held.append(result)
-        elif func._schema.is_mutable or not _looks_at(args[0] if args else None, result):
+        elif name == _MADE or func._schema.is_mutable or not _looks_at(args[0] if args else None, result):
             self._to.refuse(name)
         return result
 
@@ -134,7 +143,7 @@ class Tape:
     def __init__(self, recorded: Recorder) -> None:
         self._recorded = recorded
         words = [word for call in recorded.calls for word in call]
-        self._words = (ctypes.c_int64 * (_HEAD + len(words)))(len(recorded.calls), 0, -1, *words)
+        self._words = (ctypes.c_int64 * (_HEAD + len(words)))(len(recorded.calls), 0, _ALL_MADE, 0, *words)
         self._program = _program()
         # Python's lock is given away: members of a group may be threads of one process.
         self._run = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(self._program.address)
@@ -142,22 +151,28 @@ class Tape:
     def __len__(self) -> int:
         return len(self._recorded.calls)
 
-    def run(self, given: object = None) -> None:
-        """Makes the calls; given: what followers are told. Raises what they, resumed calls and checks raise."""
+    def run(self, given: object = None, progress: Callable[[], None] = lambda: None) -> None:
+        """Makes the calls; given: what followers are told; progress: is called every BREATH_S or so while it runs.
+
+        Raises what followers, resumed calls and checks raise.
+        """
         recorded, words = self._recorded, self._words
-        for follow in recorded.followers:
+        for follow in recorded.followers.values():
             follow(given)
         with ExitStack() as around:
             for exchange, count in recorded.exchanges.items():
                 around.enter_context(exchange(count))
-            words[1] = 0
+            words[_BEGIN] = 0
             while True:
+                words[_DUE] = time.monotonic_ns() + round(BREATH_S * NS)
                 self._run(words)
-                stopped = words[2]
-                if stopped < 0:
+                answer = words[_ANSWER]
+                if answer == _ALL_MADE:
                     break
-                recorded.resumes[stopped]()
-                words[1] = stopped + 1
+                if answer != _TIME_IS_UP:
+                    recorded.resumes[answer]()
+                    words[_BEGIN] = answer + 1
+                progress()
         for check in recorded.checks:
             check()
 
@@ -166,8 +181,8 @@ class Tape:
 def _program() -> Compiled:
     e = Emitter("tape")
     words = e.function.args[0]
-    count, begin = (e.load(words, I64, index) for index in range(2))
-    e.store(e.integer(-1), words, 2)
+    count, begin, due = (e.load(words, I64, index) for index in (0, _BEGIN, _DUE))
+    e.store(e.integer(_ALL_MADE), words, _ANSWER)
     with e.loop(begin, count) as number:
         first = e.at(e.times(number, _OF_A_CALL), _HEAD)
         function, argument, threads, stops = (e.load(words, I64, e.at(first, index)) for index in range(_OF_A_CALL))
@@ -180,16 +195,24 @@ def _program() -> Compiled:
                 with together:
                     pointers = (e.b.inttoptr(each, POINTER) for each in (function, argument))
                     e.call("GOMP_parallel", ir.VoidType(), *pointers, e.b.trunc(threads, I32), ir.Constant(I32, 0))
-        stop, following = (e.function.append_basic_block(name) for name in ("stop", "following"))
         may_stop = e.b.icmp_signed("!=", stops, e.integer(0))
-        with e.b.if_then(may_stop):
-            done = e.load(argument, I64)
-            e.b.cbranch(e.b.icmp_signed("==", done, e.integer(0)), stop, following)
-            e.b.position_at_end(stop)
-            e.store(number, words, 2)
-            e.b.ret_void()
-            e.b.position_at_end(following)
+        with e.b.if_then(may_stop), _return_if(e, e.b.icmp_signed("==", e.load(argument, I64), e.integer(0))):
+            e.store(number, words, _ANSWER)
+        with _return_if(e, e.b.icmp_signed(">=", nanoseconds(e), due)):
+            e.store(e.at(number, 1), words, _BEGIN)
+            e.store(e.integer(_TIME_IS_UP), words, _ANSWER)
     return translate(e)
+
+
+@contextmanager
+def _return_if(e: Emitter, condition: ir.Value) -> Iterator[None]:
+    """What is written in its context is done before the program ends there."""
+    leave, stay = (e.function.append_basic_block(name) for name in ("leave", "stay"))
+    e.b.cbranch(condition, leave, stay)
+    e.b.position_at_end(leave)
+    yield
+    e.b.ret_void()
+    e.b.position_at_end(stay)
 
 
 def _call(e: Emitter, function: ir.Value, argument: ir.Value) -> None:

@@ -1,5 +1,6 @@
 """Recorded decode passes in whole engines: to the bit what Python's passes give, step after step."""
 
+import gc
 from dataclasses import replace
 
 import pytest
@@ -7,13 +8,16 @@ import torch
 
 from coordinator.plan import DecodeMode, Sampling
 from rank_server import recorded
-from rank_server.compiled.tape import Tape
+from rank_server.compiled import tape
+from rank_server.compiled.tape import Recorder, Tape
 from rank_server.models.decoder import DecoderModel
 from rank_server.recorded import MOST_ROWS, RecordedPasses
+from rank_server.worker import Worker
 from tests.exactness.pcp import prompt_of
 from tests.inproc import Shape, cluster
 
 MODEL = {"hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32, "ffn": 128}
+LAYERS = 2
 ONE = Shape(dtype="bfloat16", kv_dtype="bfloat16", blocks=96, budget=110, collectives="shm")
 REPLICATED = frozenset({DecodeMode.REPLICATED})
 SPLIT = REPLICATED | {DecodeMode.SPLIT}
@@ -39,7 +43,7 @@ def runs(monkeypatch):
     """Tapes that ran."""
     found = []
     run = Tape.run
-    monkeypatch.setattr(Tape, "run", lambda self, given=None: (found.append(self), run(self, given))[1])
+    monkeypatch.setattr(Tape, "run", lambda self, *arguments: (found.append(self), run(self, *arguments))[1])
     return found
 
 
@@ -66,7 +70,7 @@ def test_recorded_passes_give_the_bits_of_others_and_as_many_collectives(tiny, m
         # Two batches, of which each number of rows is recorded once.
         assert len({id(tape) for tape in runs}) <= len(kept) * shape.tp * shape.pcp and len(runs) > 20
     runs.clear()
-    monkeypatch.setattr(RecordedPasses, "of", lambda model: None)
+    monkeypatch.setattr(RecordedPasses, "of", lambda model, progress: None)
     others, other_calls, other_modes, nothing = generate(path, shape)
     assert nothing is None and not runs
     assert found == others
@@ -80,6 +84,43 @@ def test_what_can_not_be_recorded_is_tried_once(tiny, monkeypatch):
     monkeypatch.setattr(recorded, "recording", lambda: (tries.append(1), real())[1])
     generate(tiny(**MODEL), CASES["local groups"][0])
     assert len(tries) == 2 * 3  # of each rank, the passes of one, two and three rows
+
+
+@pytest.mark.parametrize("name", ["split", "local groups"])
+def test_a_rank_tells_that_it_gets_on_in_the_middle_of_a_pass_recorded_or_not(tiny, monkeypatch, name):
+    """It would be taken for stuck in a pass that takes seconds."""
+    monkeypatch.setattr(tape, "BREATH_S", 0.0)
+    touched = []
+    monkeypatch.setattr(Worker, "touch", lambda worker: touched.append(worker))
+    with cluster(tiny(**MODEL), CASES[name][0]) as running:
+        running.generate([prompt_of(5)], 4)
+        touched.clear()
+        before = [worker.progress().commands_done for worker in running.workers]
+        running.generate([prompt_of(5)], 4)
+        for worker, done in zip(running.workers, before, strict=True):
+            commands = worker.progress().commands_done - done
+            assert commands >= 3
+            # Of each command its beginning and its end, and every layer in between; the last one only releases.
+            assert touched.count(worker) >= 2 * commands + LAYERS * (commands - 1)
+
+
+def test_nothing_is_kept_of_a_recording_that_was_refused(tiny):
+    def recorders() -> int:
+        gc.collect()
+        return sum(type(each) is Recorder for each in gc.get_objects())
+
+    before = recorders()
+    with cluster(tiny(**MODEL), CASES["local groups"][0]) as running:
+        running.generate([prompt_of(3)], 3)
+        assert running.executors[0]._recorded is not None
+        assert recorders() == before
+
+
+def test_a_reset_gives_the_memory_of_recordings_back(tiny):
+    with cluster(tiny(**MODEL), ONE) as running:
+        running.generate([prompt_of(3)], 3)
+        running.everywhere(lambda executor: executor.reset())
+        assert running.executors[0]._recorded is None
 
 
 def test_more_rows_than_are_recorded_and_more_tokens_of_a_row_go_the_other_way(tiny, runs):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rank_server.compiled import tape as tapes
 from rank_server.compiled.slots import RowStore
 from rank_server.compiled.tape import NotRecordable, recorder, recording
 from rank_server.models.compiled_linear import CompiledGated, CompiledLinear, programs
@@ -71,6 +72,7 @@ def test_a_tape_keeps_what_it_writes_to():
         lambda x: torch.cat([x, x]),
         lambda x: torch.zeros(3),
         lambda x: x[torch.tensor([0])],
+        lambda x: torch.tensor([0.0]),
     ],
 )
 @pytest.mark.parametrize("inference", [False, True])
@@ -139,11 +141,28 @@ def test_followers_come_before_a_run_and_checks_behind_it_inside_of_what_surroun
 
     with recording() as notes:
         CompiledOperations().rms_norm(x, x[0], EPS)
-    notes.followers.append(lambda given: events.append(given))
+    notes.followers[0] = events.append
     notes.exchanges[around] = 3
     notes.checks.append(lambda: events.append("check"))
     notes.tape().run("given")
     assert events == ["given", "3 begin", "end", "check"]
+
+
+@pytest.mark.parametrize("breath_s", [0.0, 60.0])
+def test_a_tape_tells_that_it_gets_on_and_goes_on_where_it_was(monkeypatch, breath_s):
+    x, scale, told = numbers(1, 64), numbers(64, seed=2), []
+    with recording() as notes:
+        normed = x
+        for _ in range(5):
+            normed = CompiledOperations().rms_norm(normed, scale, EPS)
+    tape, wanted = notes.tape(), normed.clone()
+    normed.zero_()
+    monkeypatch.setattr(tapes, "BREATH_S", breath_s)
+    tape.run(progress=lambda: told.append(normed.clone()))
+    assert torch.equal(normed, wanted)
+    assert len(told) == (0 if breath_s else 5)
+    # Behind the last call only.
+    assert [torch.equal(each, wanted) for each in told] == [False, False, False, False, True][: len(told)]
 
 
 def test_recording_does_not_bring_the_compiler_of_torch():
