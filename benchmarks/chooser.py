@@ -94,10 +94,10 @@ def verdict(taken: Taken) -> dict[str, Any]:
 
 
 class Prediction:
-    """Seconds of a cell by the model and the rates of a running cluster."""
+    """Seconds of a cell by the model and the rates of a running cluster. path: of what it serves."""
 
-    def __init__(self, config: common_pb2.ClusterConfig, status: coordinator_pb2.GetStatusResponse) -> None:
-        shape = open_model(default_model_path()).shape
+    def __init__(self, path: Path, config: common_pb2.ClusterConfig, status: coordinator_pb2.GetStatusResponse) -> None:
+        shape = open_model(path).shape
         whole = Grid(config.tp, config.pcp, config.dcp)
         self._model = CostModel.of(shape, whole, layer_parameters(shape), config.dtype, config.kv_cache_dtype)
         told = status.links[0].rates
@@ -111,9 +111,9 @@ class Prediction:
         return {way: 1000 * seconds(work, self.rates) for way, work in works.items()}
 
 
-def prompts(cell: Cell, context: Sequence[int], random: Random) -> list[int]:
+def prompts(cell: Cell, context: Sequence[int], random: Random, words: Sequence[int]) -> list[int]:
     """The cell's context and new tokens that nobody has seen."""
-    return [*context[: cell.context], *random.choices(WORDS, k=cell.new)]
+    return [*context[: cell.context], *random.choices(words, k=cell.new)]
 
 
 def ask(client: Client, cell: Cell, prompt: Sequence[int]) -> tuple[float, str]:
@@ -135,16 +135,16 @@ def _gathered(status: coordinator_pb2.GetStatusResponse) -> Counter[str]:
     return Counter({GATHERS[each.gather]: each.steps for each in status.step_counts if each.gather in GATHERS})
 
 
-def measure(clients: Mapping[str, Client], cells: Sequence[Cell], runs: int) -> dict[Cell, Taken]:
-    """All cells in all ways, `runs` times in turn, after a round that does not count."""
+def measure(clients: Mapping[str, Client], cells: Sequence[Cell], runs: int, words: Sequence[int]) -> dict[Cell, Taken]:
+    """All cells in all ways, `runs` times in turn, after a round that does not count. words: what prompts are made of."""
     random = Random(1)
-    context = random.choices(WORDS, k=max(cell.context for cell in cells))
+    context = random.choices(words, k=max(cell.context for cell in cells))
     found = {cell: Taken() for cell in cells}
     for client in clients.values():
-        client.complete(token_ids=[*context, WORDS[0]], max_tokens=1, ignore_eos=True, cache_salt="chooser")
+        client.complete(token_ids=[*context, words[0]], max_tokens=1, ignore_eos=True, cache_salt="chooser")
     for run in range(runs + 1):
         for cell, taken in found.items():
-            prompt = prompts(cell, context, random)
+            prompt = prompts(cell, context, random, words)
             for way, client in clients.items():
                 ms, gathered = ask(client, cell, prompt)
                 if run:
@@ -185,6 +185,34 @@ def plot(found: Mapping[Cell, Taken], predicted: Mapping[Cell, Mapping[str, floa
     line_chart(path, "Queries travel ÷ keys travel", "cached tokens", "time ratio", series)
 
 
+Found = dict[Cell, Taken]
+Predicted = dict[Cell, dict[str, float]]
+
+
+def found_and_predicted(path: Path, cells: Sequence[Cell], runs: int, words: Sequence[int]) -> tuple[Found, Predicted, Rates]:
+    """What clusters that serve the model take for the cells, what the third one's model expects, with the rates it learnt."""
+    budget = str(max(cell.new for cell in cells))
+    up = (str(path), "-pcp", "2", "-dcp", "2", "--threads-per-rank", "1", "--max-num-batched-tokens", budget)
+    with ExitStack() as clusters:
+        clients = {way: clusters.enter_context(cluster(*up, "--pcp-gather", way)) for way in (*WAYS, AUTO)}
+        found = measure(clients, cells, runs, words)
+        prediction = Prediction(path, clients[AUTO].config(), clients[AUTO].status())
+    return found, {cell: prediction.ms(cell) for cell in cells}, prediction.rates
+
+
+def rows_of(found: Found, predicted: Predicted) -> list[dict[str, Any]]:
+    """The document's rows."""
+    return [
+        {
+            **cell._asdict(),
+            "ms": {way: spread(times) for way, times in taken.ms.items()},
+            "predicted_ms": {way: round(ms, 3) for way, ms in predicted[cell].items()},
+            **verdict(taken),
+        }
+        for cell, taken in found.items()
+    ]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     flags = parser(
@@ -196,22 +224,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     flags.add_argument("--runs", type=integer(1), default=7, help="measurements of each cell and way (default: 7)")
     args = flags.parse_args(argv)
-    budget = str(max(cell.new for cell in args.grid))
-    up = ("-pcp", "2", "-dcp", "2", "--threads-per-rank", "1", "--max-num-batched-tokens", budget)
-    with ExitStack() as clusters:
-        clients = {way: clusters.enter_context(cluster(*up, "--pcp-gather", way)) for way in (*WAYS, AUTO)}
-        found = measure(clients, args.grid, args.runs)
-        prediction = Prediction(clients[AUTO].config(), clients[AUTO].status())
-    predicted = {cell: prediction.ms(cell) for cell in found}
-    rows = [
-        {
-            **cell._asdict(),
-            "ms": {way: spread(times) for way, times in taken.ms.items()},
-            "predicted_ms": {way: round(ms, 3) for way, ms in predicted[cell].items()},
-            **verdict(taken),
-        }
-        for cell, taken in found.items()
-    ]
+    found, predicted, rates = found_and_predicted(default_model_path(), args.grid, args.runs, WORDS)
+    rows = rows_of(found, predicted)
     share = sum(row["right"] for row in rows) / len(rows)
     if args.plot is not None:
         plot(found, predicted, args.plot)
@@ -219,7 +233,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "benchmark": "chooser",
         "machine": machine(),
         "runs": args.runs,
-        "rates": prediction.rates._asdict(),
+        "rates": rates._asdict(),
         "rows": rows,
         "crossovers": crossovers(found, predicted),
         "right": round(share, 4),

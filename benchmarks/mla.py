@@ -1,36 +1,32 @@
 """Latent attention: a decode step against `transformers`, the reorganisation of gathered latents, and the two gathers.
 
 `python -m benchmarks.mla`. The model is seeded: 4 layers of 16 heads, dc 512, dr 64, dn and dv 128, hidden size 1024, FFN 1024,
-bfloat16, no experts. The gathers run in two clusters of two ranks of one thread each, up at the same time and asked in turn;
-the context is found in the prefix cache, so what is timed is the chunk behind it.
+bfloat16, no experts. The gathers are compared as `kvloom bench chooser` does it: three clusters of two ranks of one thread
+each, up at the same time and asked in turn; predictions are those of the coordinator's model with the rates of its cluster.
 """
 
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from itertools import count
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from benchmarks import seeded
+from benchmarks import chooser, seeded
 from benchmarks.compare import measure, of_rank, of_transformers
-from benchmarks.crossings import crossover
-from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
-from cp_client import Client
-from cp_layout.cost import PARTIAL_BYTES
+from benchmarks.harness import machine, parser, report, run_benchmark, spread
 from cp_layout.interleave import Layout
 from cp_layout.reorg import context_pieces, gathered_rows
 from cp_wire.flags import integer
 
 DC, DR, DN, DV, HEADS = 512, 64, 128, 128, 16
 VOCABULARY = 1024
-GATHERS = ("q", "kv")
+WORDS = range(1, VOCABULARY)
+PARTS = ("decode", "copies", "gathers")
+NEW_TOKENS = 8
 
 
 def write_model(directory: Path) -> Path:
@@ -54,25 +50,40 @@ def write_model(directory: Path) -> Path:
     )
 
 
+def decode(path: Path, context: int, threads: int, runs: int) -> dict[str, Any]:
+    """`compare.measure` of one rank and `transformers` behind a context."""
+    torch.set_num_threads(threads)
+    sides = {"transformers": of_transformers(path), "kvloom": of_rank(path, context + 2 * NEW_TOKENS, 512)}
+    return measure(sides, context, NEW_TOKENS, runs, WORDS)
+
+
 def reorganisation(context: int, shards: int, interleave: int, runs: int) -> dict[str, Any]:
-    """Putting gathered latents of one context together, against copying the same bytes: ms, and the ratio of the medians."""
+    """Putting gathered latents of one context together, against copying as many bytes, by one thread: ms, and their ratio.
+
+    Each round has memory of its own, as its place decides more than the way does; the ratio is the median of the rounds'.
+    """
+    torch.set_num_threads(1)
     layout = Layout(shards, interleave, interleave)
     (piece,) = context_pieces([context], layout, 2 * context + shards * interleave)
-    rows = gathered_rows(layout, context, piece.segments[0], piece.rows, 0)
-    gathered, keys = torch.randn(shards * piece.rows, 1, DC + DR).bfloat16(), torch.from_numpy(rows)
-    ways = {"reorg": lambda: gathered.index_select(0, keys), "clone": gathered.clone}
-    times = in_turn(ways, runs)
-    ratio = median(times["reorg"]) / median(times["clone"])
+    rows = torch.from_numpy(gathered_rows(layout, context, piece.segments[0], piece.rows, 0))
+    rounds = [_round(torch.randn(shards * piece.rows, 1, DC + DR).bfloat16(), rows) for _ in range(runs)]
     return {
         "context": context,
         "shards": shards,
         "interleave": interleave,
-        "ms": {name: spread(values) for name, values in times.items()},
-        "ratio": round(ratio, 3),
+        "ms": {name: spread([each[name] for each in rounds]) for name in ("reorg", "clone")},
+        "ratio": spread([each["reorg"] / each["clone"] for each in rounds]),
     }
 
 
-def in_turn(ways: dict[str, Callable[[], object]], runs: int) -> dict[str, list[float]]:
+def _round(gathered: Tensor, rows: Tensor) -> dict[str, float]:
+    """Best of five, ms."""
+    real = gathered[: len(rows)]
+    ways = {"reorg": lambda: gathered.index_select(0, rows), "clone": real.clone}
+    return {name: min(times) for name, times in in_turn(ways, 5).items()}
+
+
+def in_turn(ways: Mapping[str, Callable[[], object]], runs: int) -> dict[str, list[float]]:
     """Milliseconds of each way, `runs` times in turn after one round that does not count."""
     times: dict[str, list[float]] = {name: [] for name in ways}
     for run in range(runs + 1):
@@ -84,95 +95,57 @@ def in_turn(ways: dict[str, Callable[[], object]], runs: int) -> dict[str, list[
     return times
 
 
-def predicted_crossover(new_tokens: int) -> float:
-    """By bytes, two replicas, bfloat16: S_ctx at which as much travels either way."""
-    per_row = HEADS * ((DC + DR) * 2 + DV * PARTIAL_BYTES + PARTIAL_BYTES)
-    return per_row / ((DC + DR) * 2) * new_tokens
+def gathers(path: Path, cells: Sequence[chooser.Cell], runs: int) -> dict[str, Any]:
+    """Chunks behind cached contexts with either gather and as the coordinator chooses."""
+    found, predicted, rates = chooser.found_and_predicted(path, cells, runs, WORDS)
+    rows = chooser.rows_of(found, predicted)
+    return {
+        "rates": rates._asdict(),
+        "rows": rows,
+        "crossovers": chooser.crossovers(found, predicted),
+        "right": round(sum(row["right"] for row in rows) / len(rows), 4),
+    }
 
 
-def gathers(path: Path, contexts: Sequence[int], chunks: Sequence[int], runs: int) -> list[dict[str, Any]]:
-    """Time of a chunk behind each context with either gather, ms."""
-    salts, random = count(), np.random.default_rng(1)
-    times: dict[tuple[int, int, str], list[float]] = {}
-
-    def timed(client: Client, context: list[int], new: int, salt: str) -> float:
-        prompt = context + random.integers(1, VOCABULARY, new).tolist()
-        done = client.complete(token_ids=prompt, max_tokens=1, temperature=0.0, ignore_eos=True, cache_salt=salt)
-        return done.timing.ttft_ms or 0.0
-
-    with ExitStack() as clusters:
-        clients = {
-            gather: clusters.enter_context(
-                cluster(str(path), "-pcp", "2", "-dcp", "2", "--mla-gather", gather, "--threads-per-rank", "1")
+def lines(document: Mapping[str, Any]) -> list[str]:
+    """The summary for people."""
+    result = []
+    if "decode" in document:
+        row = document["decode"]
+        for name, kind in (("first token", "ttft_ms"), ("a further token", "tpot_ms")):
+            ours, theirs = (row[kind][side]["median"] for side in ("kvloom", "transformers"))
+            result.append(
+                f"{name}, {row['context']} of context: {ours:.1f} ms against {theirs:.1f} (× {row[kind]['ratio']:.3f})"
             )
-            for gather in GATHERS
-        }
-        for _ in range(runs):
-            salt = f"run {next(salts)}"
-            tokens = random.integers(1, VOCABULARY, max(contexts)).tolist()
-            for context in contexts:
-                for client in clients.values():
-                    timed(client, tokens[:context], 1, salt)
-                for new in chunks:
-                    for gather, client in clients.items():
-                        times.setdefault((new, context, gather), []).append(timed(client, tokens[:context], new, salt))
-    rows = []
-    for new in chunks:
-        medians = {gather: [median(times[new, context, gather]) for context in contexts] for gather in GATHERS}
-        rows.append(
-            {
-                "new_tokens": new,
-                "contexts": list(contexts),
-                "ms": {gather: [spread(times[new, context, gather]) for context in contexts] for gather in GATHERS},
-                "crossover": {
-                    "measured": crossover(contexts, medians["q"], medians["kv"]),
-                    "predicted_by_bytes": predicted_crossover(new),
-                },
-            }
-        )
-    return rows
+    for row in document.get("copies", ()):
+        shape, ratio = f"{row['context']} latents of {row['shards']} shards, I = {row['interleave']}", row["ratio"]
+        result.append(f"{shape}, in order: × {ratio['median']:.2f} of a copy ({ratio['min']:.2f}–{ratio['max']:.2f})")
+    return result + (chooser.summary(document["gathers"]) if "gathers" in document else [])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     flags = parser("mla", "latent attention")
+    flags.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: everything)")
     flags.add_argument("--context", type=integer(1), default=8128, help="tokens before the decode step (default: 8128)")
-    flags.add_argument("--contexts", type=integers(32), default=(512, 2048, 4096), help="of the gathers, multiples of 32")
-    flags.add_argument("--chunks", type=integers(1), default=(32, 256), help="new tokens of the gathers")
+    flags.add_argument(
+        "--grid", type=chooser.grid, default="32,256x128,512,1024,2048,4096", metavar="S_q,…xS_ctx,…",
+        help="new and cached tokens of the gathers, the latter multiples of 32 (default: %(default)s)",
+    )  # fmt: skip
     flags.add_argument("--runs", type=integer(1), default=3, help="measurements of each (default: 3)")
     flags.add_argument("--threads", type=integer(1), default=2, help="threads of a lone rank and of transformers (default: 2)")
     args = flags.parse_args(argv)
-    torch.set_num_threads(args.threads)
+    document: dict[str, Any] = {"benchmark": "mla", "machine": machine(), "threads": args.threads, "runs": args.runs}
     with tempfile.TemporaryDirectory() as directory:
         path = write_model(Path(directory))
-        sides = {"transformers": of_transformers(path), "kvloom": of_rank(path, args.context + 16, 512)}
-        decode = measure(sides, args.context, 8, args.runs, range(1, VOCABULARY))
-        del sides
-        copies = [reorganisation(8192, n, i, 5 * args.runs) for n in (2, 4) for i in (1, 16)]
-        rows = gathers(path, args.contexts, args.chunks, args.runs)
-    document = {
-        "benchmark": "mla",
-        "machine": machine(),
-        "threads": args.threads,
-        "runs": args.runs,
-        "decode": decode,
-        "reorganisation": copies,
-        "gathers": rows,
-    }
-    tpot = decode["tpot_ms"]
-    lines = [
-        f"decode behind {args.context} tokens: {tpot['kvloom']['median']:.1f} ms against "
-        f"{tpot['transformers']['median']:.1f} (× {tpot['ratio']:.3f})"
-    ]
-    lines += [
-        f"{row['context']} latents of {row['shards']} shards, I = {row['interleave']}, in order: × {row['ratio']:.2f} of a copy"
-        for row in copies
-    ]
-    for row in rows:
-        q, kv = ([round(each["median"]) for each in row["ms"][gather]] for gather in GATHERS)
-        lines.append(f"{row['new_tokens']} tokens behind {row['contexts']}: queries travel {q} ms, latents {kv} ms")
-        lines.append(f"  crossover {row['crossover']}")
-    report(args, document, lines)
+        if "decode" in args.parts:
+            document["decode"] = decode(path, args.context, args.threads, args.runs)
+        if "copies" in args.parts:
+            shapes = [(shards, interleave) for shards in (2, 4) for interleave in (1, 16)]
+            document["copies"] = [reorganisation(8185, *shape, 10 * args.runs) for shape in shapes]
+        if "gathers" in args.parts:
+            document["gathers"] = gathers(path, args.grid, args.runs)
+    report(args, document, lines(document))
     return 0
 
 

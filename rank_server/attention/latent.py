@@ -15,31 +15,46 @@ from cp_layout.model_shape import MlaShape
 
 @dataclass(frozen=True, slots=True)
 class UpProjection:
-    """W_UK and W_UV of one rank's heads in one layer."""
+    """W_UK and W_UV of one rank's heads in one layer.
+
+    Each of the two lies in memory without a gap: a batched product over matrices with gaps between them copies them first.
+    """
 
     shape: MlaShape
-    weight: Tensor
-    """[h, dn + dv, dc], contiguous: rows of W_UK, then of W_UV."""
+    w_uk: Tensor
+    """[h, dn, dc], contiguous."""
+    w_uv: Tensor
+    """[h, dv, dc], contiguous."""
+    both: Tensor
+    """[h·dn + h·dv, dc], what the two are views of."""
+
+    @classmethod
+    def of(cls, shape: MlaShape, weight: Tensor) -> "UpProjection":
+        """From [h, dn + dv, dc] as checkpoints have it; a copy."""
+        heads, _, width = weight.shape
+        keys, values = weight.split((shape.qk_nope_head_dim, shape.v_head_dim), 1)
+        both = torch.cat((keys.flatten(0, 1), values.flatten(0, 1)))
+        w_uk, w_uv = (part.view(heads, -1, width) for part in both.split((keys.shape[1] * heads, values.shape[1] * heads)))
+        return cls(shape, w_uk, w_uv, both)
 
     def absorb(self, q: Tensor) -> Tensor:
         """Queries [T, h, dn + dr] → [T, h, dc + dr], to be multiplied with latents."""
         dn = self.shape.qk_nope_head_dim
-        latent = torch.bmm(q[..., :dn].transpose(0, 1), self.weight[:, :dn])
+        latent = torch.bmm(q[..., :dn].transpose(0, 1), self.w_uk)
         return torch.cat((latent.transpose(0, 1), q[..., dn:]), -1)
 
     def values(self, out: Tensor) -> Tensor:
         """Attention over latents [T, h, dc] → over values [T, h, dv], in the weights' dtype."""
-        w_uv = self.weight[:, self.shape.qk_nope_head_dim :]
-        return torch.bmm(out.to(w_uv.dtype).transpose(0, 1), w_uv.transpose(1, 2)).transpose(0, 1)
+        return torch.bmm(out.to(self.w_uv.dtype).transpose(0, 1), self.w_uv.transpose(1, 2)).transpose(0, 1)
 
     def expand(self, latents: Tensor) -> tuple[Tensor, Tensor]:
         """Latents [n, dc + dr] → keys [h, n, dn + dr] and values [h, n, dv] in the weights' dtype."""
-        latents = latents.to(self.weight.dtype)
-        dn, dc, heads = self.shape.qk_nope_head_dim, self.shape.kv_lora_rank, len(self.weight)
-        both = torch.nn.functional.linear(latents[:, :dc], self.weight.flatten(0, 1))
-        both = both.view(len(latents), heads, -1).transpose(0, 1)
+        latents = latents.to(self.both.dtype)
+        dc, heads, dn = self.shape.kv_lora_rank, len(self.w_uk), self.shape.qk_nope_head_dim
+        both = torch.nn.functional.linear(latents[:, :dc], self.both)
+        keys, values = (part.unflatten(1, (heads, -1)).transpose(0, 1) for part in both.tensor_split((heads * dn,), 1))
         shared = latents[:, dc:].expand(heads, -1, -1)
-        return torch.cat((both[..., :dn], shared), -1), both[..., dn:]
+        return torch.cat((keys, shared), -1), values
 
 
 def expanding_pays(shape: MlaShape, queries: int) -> bool:

@@ -74,7 +74,7 @@ def _layer(shape: ModelShape, weights: MutableMapping[str, Tensor], layer: int) 
         q_norm=take("self_attn.q_a_layernorm") if lora else None,
         q_up=linear(take("self_attn.q_b_proj")) if lora else None,
         latent_norm=take("self_attn.kv_a_layernorm"),
-        up=UpProjection(mla, take("self_attn.kv_b_proj").unflatten(0, (-1, mla.qk_nope_head_dim + mla.v_head_dim))),
+        up=UpProjection.of(mla, take("self_attn.kv_b_proj").unflatten(0, (-1, mla.qk_nope_head_dim + mla.v_head_dim))),
         output=linear(take("self_attn.o_proj")),
         ffn_norm=take("post_attention_layernorm"),
         ffn=_ffn(weights, f"{prefix}mlp.") if mixture is None else _mixture(mixture, weights, f"{prefix}mlp."),

@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import chooser
 from benchmarks.chooser import Cell, Prediction, Taken, agree, ask, crossovers, grid, measure, plot, scatter, summary, verdict
 from benchmarks.crossings import crossover
 from cp_layout.cost import Rates
@@ -97,7 +96,7 @@ def test_a_cell_is_one_step_of_its_size():
 
 def test_every_way_gets_the_same_prompts_and_the_first_round_does_not_count():
     clients = {"q": FakeClient("q"), "kv": FakeClient("kv"), "auto": FakeClient("kv")}
-    found = measure(clients, [Cell(4, 0), Cell(4, 32)], 2)
+    found = measure(clients, [Cell(4, 0), Cell(4, 32)], 2, range(100, 300))
     assert {len(times) for each in found.values() for times in each.ms.values()} == {2}
     assert all(each.chosen == {"kv": 2} for each in found.values())
     first, *others = (client.prompts for client in clients.values())
@@ -105,13 +104,12 @@ def test_every_way_gets_the_same_prompts_and_the_first_round_does_not_count():
     assert len({tuple(prompt) for prompt in first}) == len(first)
 
 
-def test_predictions_take_the_rates_that_the_cluster_tells(tmp_path, monkeypatch):
+def test_predictions_take_the_rates_that_the_cluster_tells(tmp_path):
     model = write_gguf(tmp_path / "tiny.gguf")
-    monkeypatch.setattr(chooser, "default_model_path", lambda: model)
     config = common_pb2.ClusterConfig(tp=1, pcp=2, dcp=2, dtype="float32", kv_cache_dtype="float32")
     told = dict.fromkeys(Rates._fields, 0.0) | {"wire_byte": 1e-3}
     link = coordinator_pb2.LinkStatus(rates=coordinator_pb2.WorkRates(**told))
-    prediction = Prediction(config, coordinator_pb2.GetStatusResponse(links=[link]))
+    prediction = Prediction(model, config, coordinator_pb2.GetStatusResponse(links=[link]))
     near, far = (prediction.ms(Cell(64, context)) for context in (0, 4096))
     assert near["q"] == far["q"] > near["kv"] and far["kv"] > far["q"]
 

@@ -38,7 +38,7 @@ class LatentFlowCluster(FlowCluster):
     def ups(self, place: Place) -> Sequence[UpProjection]:
         """See `FlowCluster`."""
         first, last = cut(self.model.num_heads, place.grid.tp, place.tp_index)
-        return [UpProjection(self.mla, self.weight[first:last].to(place.dtype).contiguous())]
+        return [UpProjection.of(self.mla, self.weight[first:last].to(place.dtype))]
 
     def caches(self, pool: KvPool) -> Sequence[Tensor]:
         """See `FlowCluster`."""

@@ -35,12 +35,12 @@ class Case:
 
     def wanted(self, index: int) -> tuple[Tensor, Tensor]:
         """Dense attention of a row over keys and values of every head, spelled out in float64."""
-        row, latents, w = self.batch.rows[index], self.latents[index].double(), self.up.weight.double()
+        row, latents = self.batch.rows[index], self.latents[index].double()
         tokens = slice(row.q_start, row.q_start + row.q_len)
         compressed, shared = latents.split([SHAPE.kv_lora_rank, SHAPE.qk_rope_head_dim], 1)
-        keys = torch.einsum("hdc,nc->nhd", w[:, : SHAPE.qk_nope_head_dim], compressed)
+        keys = torch.einsum("hdc,nc->nhd", self.up.w_uk.double(), compressed)
         keys = torch.cat((keys, shared[:, None].expand(-1, HEADS, -1)), -1)
-        values = torch.einsum("hdc,nc->nhd", w[:, SHAPE.qk_nope_head_dim :], compressed)
+        values = torch.einsum("hdc,nc->nhd", self.up.w_uv.double(), compressed)
         values = torch.nn.functional.pad(values, (0, keys.shape[-1] - values.shape[-1]))
         out, lse = dense_attention(self.q[tokens], keys, values, self.batch.visible[tokens], SCALE)
         return out[..., : SHAPE.v_head_dim], lse
@@ -82,7 +82,7 @@ def make(*rows: tuple[list[int], list[int]], dtype: torch.dtype = torch.float32,
         visible += seen
     q = torch.randn(len(visible), HEADS, SHAPE.qk_head_dim, generator=generator).to(dtype)
     width = SHAPE.qk_nope_head_dim + SHAPE.v_head_dim
-    up = UpProjection(SHAPE, torch.randn(HEADS, width, SHAPE.kv_lora_rank, generator=generator).to(dtype))
+    up = UpProjection.of(SHAPE, torch.randn(HEADS, width, SHAPE.kv_lora_rank, generator=generator).to(dtype))
     batch = AttentionBatch(tuple(attention_rows), torch.full((len(visible),), -1), torch.tensor(visible))
     return Case(q, up, pool, batch, all_latents)
 
@@ -157,10 +157,19 @@ def test_latents_need_not_be_in_the_cache(seen: list[int] | None) -> None:
         torch.testing.assert_close(lse.double(), wanted_lse, rtol=1e-6, atol=2e-5)
 
 
+def test_matrices_of_all_heads_lie_without_gaps_and_once() -> None:
+    weight = torch.arange(2 * 9 * 10.0).view(2, 9, 10)
+    up = UpProjection.of(MlaShape(None, 10, 2, 2, 7), weight)
+    assert torch.equal(torch.cat((up.w_uk, up.w_uv), 1), weight)
+    assert up.w_uk.is_contiguous() and up.w_uv.is_contiguous()
+    assert len({x.untyped_storage().data_ptr() for x in (up.w_uk, up.w_uv, up.both)}) == 1
+    assert up.both.untyped_storage().nbytes() == weight.nbytes
+
+
 def test_values_may_be_wider_than_keys() -> None:
     shape = MlaShape(None, 10, 2, 2, 7)
     generator = torch.Generator().manual_seed(1)
-    up = UpProjection(shape, torch.randn(2, 9, 10, generator=generator))
+    up = UpProjection.of(shape, torch.randn(2, 9, 10, generator=generator))
     q, latents = torch.randn(3, 2, 4, generator=generator), torch.randn(5, 12, generator=generator)
     keys, values = up.expand(latents)
     wanted = (torch.einsum("thd,hnd->htn", q, keys) * SCALE).softmax(-1) @ values
