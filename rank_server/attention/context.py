@@ -18,8 +18,14 @@ class ContextUse:
 
     row: int
     """Index of the row in its step."""
-    keys: Tensor | slice
-    """Which of the gather's [N·rows]: n int64 indices, or a range of neighbours. The row's queries come after all of them."""
+    keys: tuple[slice, ...]
+    """Which of the gather's [N·rows], ascending: runs between which there is padding or what belongs to others. The row's
+    queries come after all of them."""
+
+    def out_of(self, gathered: Tensor) -> Tensor:
+        """The keys [n, …] of [N·rows, …]; a view where they stand together, else one copy of each run."""
+        parts = [gathered[run] for run in self.keys]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +60,16 @@ def context_gathers(
             index, row = rows[segment.context]
             if index in used:
                 keys = gathered_rows(layout, row.start, segment, piece.rows, row.shard_offset)
-                uses.append(ContextUse(index, _neighbours(keys) or torch.from_numpy(keys).to(device)))
+                uses.append(ContextUse(index, runs_of(keys)))
         gathers.append(ContextPiece(torch.from_numpy(slots).to(device), tuple(uses)))
     return tuple(gathers)
 
 
-def _neighbours(keys: np.ndarray[tuple[int], np.dtype[np.int64]]) -> slice | None:
-    """Ascending indices as a range, which takes no copy; None where something, such as padding, stands between them."""
-    first, last = int(keys[0]), int(keys[-1])
-    return slice(first, last + 1) if last - first + 1 == len(keys) else None
+def runs_of(keys: np.ndarray[tuple[int], np.dtype[np.int64]]) -> tuple[slice, ...]:
+    """Ascending indices, at least one, as ranges of neighbours."""
+    after = np.flatnonzero(np.diff(keys) != 1) + 1
+    starts, stops = keys[np.r_[0, after]], keys[np.r_[after - 1, -1]] + 1
+    return tuple(slice(start, stop) for start, stop in zip(starts.tolist(), stops.tolist(), strict=True))
 
 
 def _slots(layout: Layout, row: KvRow, segment: Segment) -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -52,7 +52,7 @@ class GatherKvWay:
             gathered = self.dcp_group.all_gather(self.attention.read(layer, piece.slots)).flatten(0, 1)
             for use in piece.uses:
                 out, lse, queries = parts[use.row]
-                more_out, more_lse = self.attention.dense(layer, queries, gathered[use.keys], None)
+                more_out, more_lse = self.attention.dense(layer, queries, use.out_of(gathered), None)
                 parts[use.row] = (*merge_partials([out, more_out], torch.stack([lse, more_lse])), queries)
         if not parts:
             return self.attention.dense(layer, q, new[:0], None)[0].to(q.dtype)

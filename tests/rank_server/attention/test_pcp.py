@@ -81,9 +81,9 @@ def test_c1_gathers_bring_every_cached_token_once_and_only_those(members, interl
         for piece in pieces:
             assert [use.row for use in piece.uses] == [use.row for use in pieces[0].uses]
             for use, first in zip(piece.uses, pieces[0].uses, strict=True):
-                assert torch.equal(places[use.keys], places[first.keys])
+                assert torch.equal(use.out_of(places), first.out_of(places))
         for use in pieces[0].uses:
-            seen[use.row] += [tokens[brought[key]] for key in places[use.keys].tolist()]
+            seen[use.row] += [tokens[brought[key]] for key in use.out_of(places).tolist()]
     for index, found in seen.items():
         assert sorted(found) == [(index, position) for position in range(lengths[index])]
 
@@ -93,8 +93,8 @@ def test_keys_without_padding_between_them_are_not_copied(length, together):
     """Of N·I = 8: 13 leaves padding behind the last shard's keys only, 9 leaves some behind the first one's."""
     layout = Layout(2, 4, 4)
     (piece,) = context_gathers([(0, held(layout, 0, 0, length, 0))], {0}, layout, 8, 1 << 20, CPU)
-    assert isinstance(piece.uses[0].keys, slice) == together
-    assert len(torch.arange(2 * len(piece.slots))[piece.uses[0].keys]) == length
+    assert (len(piece.uses[0].keys) == 1) == together
+    assert len(piece.uses[0].out_of(torch.arange(2 * len(piece.slots)))) == length
 
 
 @pytest.mark.parametrize("batch", BATCHES, ids=len)
