@@ -223,10 +223,10 @@ class Executor:
             return flow.attend(layer, q, *rows)
 
         split = plan.decode_mode == common_pb2.DECODE_MODE_SPLIT
-        answered = None if split else batch.answered
-        if self._recorded is not None and answered is None and isinstance(flow, ReplicatedFlow) and few_decodes(share):
+        if self._recorded is not None and isinstance(flow, ReplicatedFlow) and few_decodes(share):
             hidden = self._recorded.forward(batch.token_ids, batch.positions, attend, flow.batch, split)
         else:
+            answered = None if split else batch.answered
             hidden = model.forward(batch.token_ids, batch.positions, attend, split, answered)
         samples = self._samples and not (split and place.pcp_index > 0)
         logits_of = partial(model.logits, split=split)

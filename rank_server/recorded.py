@@ -49,7 +49,7 @@ class RecordedPasses:
 
     def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, batch: AttentionBatch, split: bool) -> Tensor:
         """token_ids and positions [T], of T requests that have one row each: see `DecoderModel.forward`. batch: what `attend`
-        attends.
+        attends. All rows come back, also for a replica that wants none: a pass that left some out could not be recorded.
 
         Raises what the programs and groups of a pass raise.
         """

@@ -12,8 +12,7 @@ from tests.tiny_models import build_tiny_llama
 
 pytestmark = pytest.mark.cluster
 
-# Ranks of a tensor-parallel group all answer: each of them plays.
-SHAPE = ["-tp", "2", "--block-size", "4", "--kv-cache-tokens-per-rank", "4096", "--dtype", "bfloat16"]
+FLAGS = ["--block-size", "4", "--kv-cache-tokens-per-rank", "4096", "--dtype", "bfloat16"]
 ROOT = Path(__file__).parents[2]
 NOTES = "TEST_TAPES"
 # Read by every Python process at its start: ranks say that they have played a tape.
@@ -32,8 +31,11 @@ if "rank_server" in sys.orig_argv:
 """
 
 
-@pytest.mark.parametrize(("signum", "limit_s"), [(signal.SIGKILL, 2.0), (signal.SIGSTOP, 10.0)])
-def test_k8_a_rank_that_is_lost_while_tapes_run_ends_its_requests_and_is_replaced(tmp_path, monkeypatch, signum, limit_s):
+@pytest.mark.parametrize(
+    ("shape", "signum", "limit_s"),
+    [("-pcp 2 -dcp 2", signal.SIGKILL, 2.0), ("-pcp 2 -dcp 2", signal.SIGSTOP, 10.0), ("-tp 2", signal.SIGKILL, 2.0)],
+)
+def test_k8_a_rank_lost_while_tapes_run_ends_its_requests_and_is_replaced(tmp_path, monkeypatch, shape, signum, limit_s):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SITE)
     notes = tmp_path / "notes"
@@ -41,7 +43,7 @@ def test_k8_a_rank_that_is_lost_while_tapes_run_ends_its_requests_and_is_replace
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(ROOT)]))
     monkeypatch.setenv(NOTES, str(notes))
     model = build_tiny_llama(tmp_path / "model", hidden=64, heads=4, kv_heads=2, head_dim=32, ffn=128)
-    with kvloom_up(str(model), *SHAPE, log=tmp_path / "stderr") as running:
+    with kvloom_up(str(model), *shape.split(), *FLAGS, log=tmp_path / "stderr") as running:
 
         def played() -> bool:
             return {str(pid) for pid in running.rank_pids().values()} <= set(notes.read_text().split())

@@ -1,6 +1,7 @@
 """Recorded decode passes in whole engines: to the bit what Python's passes give, step after step."""
 
 import gc
+import random
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,6 @@ CASES = {
     "one rank": (ONE, ONE_TO_THREE, set()),
     "tp 2": (replace(ONE, tp=2), ONE_TO_THREE, set()),
     "dcp in tp": (replace(ONE, tp=4, dcp=2, interleave=1), {(1, False)}, {(2, False), (3, False)}),
-    # The replicas that don't answer leave out rows of the last layer, and are not recorded.
     "replicated": (replace(ONE, dcp=2, pcp=2, ways=REPLICATED), ONE_TO_THREE, set()),
     "split": (replace(ONE, pcp=2, dcp=2, ways=SPLIT), {(1, True)}, SPLIT_PASSES - {(1, True)}),
     "split over four": (replace(ONE, pcp=4, dcp=4, ways=SPLIT), {(1, True)}, SPLIT_PASSES - {(1, True)}),
@@ -35,6 +35,8 @@ CASES = {
     "local groups": (replace(ONE, pcp=2, dcp=2, ways=SPLIT, collectives="local"), set(), SPLIT_PASSES),
 }
 """Cluster, and the passes (rows, split) of rank 0 that are recorded and those that can't be."""
+SCARCE = 16
+"""Blocks that two long requests would more than fill, of all shards."""
 LENGTHS, LIMITS = (5, 37, 2), (4, 9, 26)
 
 
@@ -76,6 +78,42 @@ def test_recorded_passes_give_the_bits_of_others_and_as_many_collectives(tiny, m
     assert found == others
     assert (calls, modes) == (other_calls, other_modes)
     assert all(len(set(of_step)) == 1 for of_step in calls)
+
+
+def test_replicas_that_do_not_answer_record_their_passes_too(tiny):
+    """Those that answer wait for them in every layer."""
+    with cluster(tiny(**MODEL), CASES["replicated"][0]) as running:
+        running.generate([prompt_of(9)], 4)
+        for executor in running.executors:
+            passes = executor._recorded
+            assert passes is not None and passes._passes.keys() == {(1, False)} and passes._passes[1, False] is not None
+
+
+def churn(path, shape):
+    """Requests come in the middle of others, with prompts that begin alike, into a pool that is too small for them."""
+    rng = random.Random(5)
+    with cluster(path, shape) as running:
+        requests = []
+        for _ in range(10):
+            prompt = prompt_of(24)[: rng.randrange(1, 24)] + prompt_of(rng.randrange(1, 20))
+            limit = rng.randrange(2, 22)
+            requests.append(running.submit(prompt, Sampling(0.0, max_tokens=limit, logprobs=True)))
+            for _ in range(rng.randrange(9)):
+                for progress in running.step() or []:
+                    running.generations[progress.handle].finish_reason = progress.finished
+        done = running.finish(requests)
+        assert all(executor.pool.num_blocks == shape.blocks for executor in running.executors)
+        return [(each.token_ids, each.logprobs, each.num_cached_tokens, each.num_preemptions) for each in done]
+
+
+@pytest.mark.parametrize("name", ["one rank", "tp 2", "dcp in tp", "split"])
+def test_recorded_passes_see_blocks_come_and_go(tiny, monkeypatch, runs, name):
+    path, shape = tiny(**MODEL), replace(CASES[name][0], blocks=SCARCE // CASES[name][0].dcp)
+    found = churn(path, shape)
+    assert len(runs) > 10
+    monkeypatch.setattr(RecordedPasses, "of", lambda model, progress: None)
+    assert churn(path, shape) == found
+    assert sum(each[2] for each in found) and sum(each[3] for each in found)
 
 
 def test_what_can_not_be_recorded_is_tried_once(tiny, monkeypatch):
