@@ -100,10 +100,19 @@ class PdSession:
         try:
             self._give_back(request.handle)
         except Exception as fault:
-            log.error("a request can't be ended", exc=fault, request=request.request_id, session=request.handle)
-            for side in (self._home, self._source):
-                if side is not None:
-                    side.serving.doubt(fault)
+            self._start_over(fault)
+
+    def _start_over(self, fault: Exception) -> None:
+        """After a fault of what gives back or ends: nobody can say who still reads or writes, until the sets have new books."""
+        request = self._live.request
+        log.error("a request can't be ended", exc=fault, request=request.request_id, session=request.handle)
+        self._live.stream.fail(Internal(f"the request could not be handed over ({type(fault).__name__})"))
+        for side in (self._home, self._source):
+            if side is not None:
+                side.serving.doubt(fault)
+        self.state = replace(self.state, phase=Phase.OVER, prefill_holds=False)
+        self._engine.abort(request.handle)
+        self._close()
 
     def _give_back(self, handle: int) -> None:
         if self._source is None:
@@ -175,7 +184,8 @@ class PdSession:
             try:
                 self._do(action)
             except Exception as error:
-                self.broken(error)
+                ends = isinstance(action, pd.StopMove | pd.EndLease)
+                (self._start_over if ends else self.broken)(error)
 
     def _do(self, action: pd.Action) -> None:
         handle = self._live.request.handle
@@ -221,7 +231,9 @@ class PdSession:
         source_end = self._hub.end(self._source, self._prompt)
         assert self._target_end is not None
         mover = KvMover(self._prompt.handle, source_end, self._target_end, self._hub.timings)
-        self._work = PdWork(self._prompt, mover, self._source, self._home, self._hub, self._handle, self.broken)
+        self._work = PdWork(
+            self._prompt, mover, self._source, self._home, self._hub, self._handle, self.broken, self._start_over
+        )
         try:
             self._prompts.prefill(self._prompt, self)
         except QueueFull:

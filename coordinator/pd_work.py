@@ -19,7 +19,8 @@ log = get_logger("coordinator.pd")
 
 
 class PdWork:
-    """Background work of one session. What comes of it goes to `tell`, a fault that nobody expected to `broken`."""
+    """Background work of one session. What comes of it goes to `tell`, a fault that nobody expected to `broken`, and to
+    `endless` where the work was to end a transfer: its end will not be told."""
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class PdWork:
         hub: "Handover",
         tell: Callable[[pd.Event], None],
         broken: Callable[[Exception], None],
+        endless: Callable[[Exception], None],
     ) -> None:
         """prompt: as the source computes it."""
         self.mover = mover
@@ -39,28 +41,29 @@ class PdWork:
         self._hub = hub
         self._tell = tell
         self._broken = broken
+        self._endless = endless
         self._moving: asyncio.Task[Any] | None = None
         self._renewing: asyncio.Task[Any] | None = None
 
     def move(self, start: int, end: int, attempt: int) -> None:
         """Brings a range over, and prolongs the lease from now on; answered by `Moved` or `MoveFailed`."""
-        self._moving = self._spawn("moving", self._move, start, end, attempt)
-        self._renewing = self._renewing or self._spawn("prolonging", self._renew)
+        self._moving = self._spawn("moving", self._broken, self._move, start, end, attempt)
+        self._renewing = self._renewing or self._spawn("prolonging", self._broken, self._renew)
 
     def stop_move(self) -> None:
         """Has all ranks stop writing; answered by `MoveStopped`."""
         if self._moving is not None:
             self._moving.cancel()
-        self._spawn("stopping", self._stop)
+        self._spawn("stopping", self._endless, self._stop)
 
     def end_lease(self, holds: Callable[[], bool]) -> None:
         """Has all ranks stop reading; answered by `LeaseEnded`. holds: whether the source still has anything to end."""
         self.close()
-        self._spawn("releasing", self._end, holds)
+        self._spawn("releasing", self._endless, self._end, holds)
 
     def forget_moves(self) -> None:
         """Tells those that wrote that there is nothing more to come; not answered."""
-        self._spawn("forgetting", self.mover.end_pulls)
+        self._spawn("forgetting", self._broken, self.mover.end_pulls)
 
     def close(self) -> None:
         """Prolongs the lease no more."""
@@ -111,11 +114,13 @@ class PdWork:
         await insist(self.mover.end_leases, self._source.fence, holds, self._hub.timings)
         self._tell(pd.LeaseEnded())
 
-    def _spawn(self, what: str, work: Callable[..., Awaitable[Any]], *args: Any) -> "asyncio.Task[Any]":
+    def _spawn(
+        self, what: str, at_fault: Callable[[Exception], None], work: Callable[..., Awaitable[Any]], *args: Any
+    ) -> "asyncio.Task[Any]":
         async def guarded() -> None:
             try:
                 await work(*args)
             except Exception as error:
-                self._broken(error)
+                at_fault(error)
 
         return self._hub.background.spawn(guarded(), f"{what} request {self._prompt.handle}")

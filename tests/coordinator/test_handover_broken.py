@@ -7,6 +7,7 @@ import pytest
 
 from coordinator.kv_mover import KvMover
 from coordinator.pd_session import PdSession
+from coordinator.pd_work import PdWork
 from coordinator.rank_link import RankLink
 from coordinator.transfer_stats import TransferStats
 from cp_wire import errors
@@ -157,4 +158,22 @@ async def test_books_that_cannot_be_put_right_are_begun_anew(monkeypatch, caplog
         assert isinstance(heard.error, errors.Internal) and not left[0]
         await harness.until(lambda status: status.state == "serving" and harness.home.epoch > epochs[1])
         assert said(caplog, "a request can't be ended") == 1
+        await lives_on(harness)
+
+
+@pytest.mark.parametrize("name", ["stop_move", "end_lease", "end_pulls", "end_leases"])
+async def test_a_transfer_whose_end_is_at_fault_is_over_with_the_books_of_its_sets(name, monkeypatch, caplog):
+    """Nobody would tell of the end: blocks that wait for it would be nobody's for good, and the lease prolonged for ever."""
+    async with cluster(prefill={}) as harness:
+        if name in ("stop_move", "end_pulls"):
+            harness.ranks[1].kv.failures = [FINAL]
+        left = faulty(monkeypatch, PdWork if hasattr(PdWork, name) else KvMover, name)
+        epochs = [each.epoch for each in harness.coordinator.sets]
+        heard = await harness.generate(PROMPT, max_tokens=80)
+        assert isinstance(heard.error, errors.Internal) and not left[0]
+        await eventually(
+            lambda: all(each.epoch > was and each.ready for each, was in zip(harness.coordinator.sets, epochs, strict=True))
+        )
+        assert said(caplog, "a request can't be ended") == 1
+        assert not any(each.serving.load for each in harness.coordinator.sets)
         await lives_on(harness)
