@@ -87,6 +87,24 @@ def test_draws_penalties_and_completions_do_not_notice_the_border(tmp_path, mode
     assert len(set(apart[0])) > 1
 
 
+def test_preempted_on_the_decode_side_they_are_computed_there_again(tmp_path, model):
+    """Five outputs outgrow the decode side's pool together: its own prefill goes on from prompt and output."""
+    sizes = ["--block-size", "4", "--prefill.kv-cache-tokens-per-rank", "8192", "--decode.kv-cache-tokens-per-rank", "160"]
+    rng = random.Random(13)
+    prompts = [[rng.randrange(200) for _ in range(20 + 3 * number)] for number in range(5)]
+    with kvloom_up(str(model), *SIDES, *sizes, log=tmp_path / "stderr") as running, ThreadPoolExecutor(5) as pool:
+        calls = [
+            pool.submit(running.client.complete, token_ids=prompt, max_tokens=40, temperature=0.0, ignore_eos=True)
+            for prompt in prompts
+        ]
+        answers = [list(call.result(60).token_ids) for call in calls]
+        assert answers == [greedy_reference(model, prompt, 40) for prompt in prompts]
+        status = running.status()
+        assert status.prefix_cache.preemptions > 0
+        assert status.transfers.requests == len(prompts) and not causes(status.transfers.recomputed)
+        running.wait_for(running.all_blocks_free, 30, "all blocks free")
+
+
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_h19_a_prefill_rank_killed_in_the_middle_of_a_move(tmp_path, model, policy):
     prompt = [random.Random(7).randrange(200) for _ in range(3500)]
