@@ -78,12 +78,19 @@ def test_k8_l1_m1_a_rank_killed_in_decode_in_prefill_and_idle(model, tmp_path):
 
 
 def test_k8_l1_a_frozen_rank_ends_its_requests_and_is_replaced(model, tmp_path):
-    with kvloom_up(str(model), *SHAPE, log=tmp_path / "stderr") as running:
+    with kvloom_up(str(model), *SHAPE, *SMALL_CHUNKS, log=tmp_path / "stderr") as running:
         survivor, victim = running.rank_pids()[0], running.rank_pids()[1]
         with running.client.generate(token_ids=[1, 2, 3], max_tokens=3000, ignore_eos=True) as stream:
             next(stream)
             os.kill(victim, signal.SIGSTOP)
             ends_retryably(stream, 10.0)
+        serves_again(running, model, victim)
+
+        victim = running.rank_pids()[1]
+        with running.client.generate(token_ids=[5] * 3500, max_tokens=10) as stream:
+            running.wait_for(lambda: not running.all_blocks_free(), 30, "the prompt's first blocks")
+            os.kill(victim, signal.SIGSTOP)
+            assert ends_retryably(stream, 10.0) == 0
         serves_again(running, model, victim)
         assert running.rank_pids()[0] == survivor
 

@@ -13,7 +13,7 @@ from cp_layout.model_shape import ModelShape
 from cp_wire.pb import common_pb2, rank_pb2
 from rank_server.attention.latent import UpProjection
 from rank_server.attention.rows import Span
-from rank_server.collectives.base import Group
+from rank_server.collectives.base import Backend, Group
 from rank_server.collectives.local import LocalBackend, LocalHub
 from rank_server.collectives.solo import SoloGroup
 from rank_server.flows.table import Ways
@@ -78,13 +78,17 @@ class FlowCluster:
         places = [Place.of(shape.config(), rank, self.model) for rank in range(shape.tp * shape.pcp)]
         self.grid = places[0].grid
         named = {name: list(ranks) for name, ranks in self.grid.named_groups().items() if len(ranks) > 1}
-        hub = LocalHub()
-        opened = open_groups([LocalBackend(hub) for _ in places], named)
+        opened = open_groups(self.backends(len(places)), named)
         self.ranks = [self._rank(place, opened[place.rank], blocks) for place in places]
 
     def build_model(self, heads: int, kv_heads: int) -> ModelShape:
         """One layer of grouped-query attention."""
         return ModelShape("llama", 1, heads * HEAD_DIM, heads, kv_heads, HEAD_DIM, 8, 16, 4096, 1e-5, 100.0, False, "float32")
+
+    def backends(self, ranks: int) -> Sequence[Backend]:
+        """How the ranks exchange."""
+        hub = LocalHub()
+        return [LocalBackend(hub) for _ in range(ranks)]
 
     def random(self, *sizes: int) -> Tensor:
         """Normal, seeded."""

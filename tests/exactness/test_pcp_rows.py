@@ -1,9 +1,16 @@
 """Every row of attention that is dealt out over replicas, and every slot it leaves behind, against dense float64."""
 
 import itertools
+from collections import defaultdict
+from collections.abc import Sequence
 
 import pytest
 
+from rank_server.attention import group_merge
+from rank_server.collectives import shm_group
+from rank_server.collectives.base import Backend
+from rank_server.collectives.shm import ShmBackend
+from rank_server.kv_pool import KvPool
 from rank_server.sequences import PlanRefused
 from tests.exactness.flows import HEAD_DIM, FlowCluster
 from tests.inproc import Shape
@@ -65,6 +72,47 @@ def test_d9_with_tensor_parallel_heads(shape, heads, kv_heads, gather, merge):
     tp, pcp, dcp = shape
     cluster = FlowCluster(grid(pcp, dcp, tp, merge=merge), heads, kv_heads)
     run(cluster, [(0, 1), (0, 17), (3, 9), (9, 1), (13, 2 * pcp)], gather)
+
+
+class ShmFlowCluster(FlowCluster):
+    """Ranks whose groups share memory."""
+
+    def backends(self, ranks: int) -> Sequence[Backend]:
+        """See `FlowCluster`."""
+        return [ShmBackend() for _ in range(ranks)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "kv_heads"), [((1, 2, 2), 2), ((1, 3, 3), 2), ((2, 2, 2), 2), ((2, 2, 4), 1), ((2, 1, 2), 1)], ids=str
+)
+def test_partials_apart_are_merged_out_of_the_memory_of_others(shape, kv_heads, monkeypatch):
+    """As large ones are; here all of them, so that exchange follows upon exchange."""
+    monkeypatch.setattr(group_merge, "APART_BYTES", 0)
+    monkeypatch.setattr(shm_group, "LENT_BYTES", 0)
+    tp, pcp, dcp = shape
+    cluster = ShmFlowCluster(grid(pcp, dcp, tp), kv_heads=kv_heads)
+    run(cluster, [(0, 1), (0, 17), (3, 9), (9, 1), (13, 2 * pcp)], "q")
+
+
+@pytest.mark.parametrize(
+    ("shape", "gather"),
+    [((1, 3, 3), "q"), ((1, 3, 3), "kv"), ((2, 2, 2), "q"), ((2, 2, 4), "q"), ((2, 2, 4), "kv"), ((1, 2, 1), "kv")],
+    ids=str,
+)
+def test_a_rank_writes_no_slot_twice(shape, gather, monkeypatch):
+    """Several members of a group may bring the same keys."""
+    written, write = defaultdict(list), KvPool.write
+
+    def noted(pool, layer, k, v, slots):
+        written[id(pool)] += slots[slots >= 0].tolist()
+        write(pool, layer, k, v, slots)
+
+    monkeypatch.setattr(KvPool, "write", noted)
+    tp, pcp, dcp = shape
+    cluster = FlowCluster(grid(pcp, dcp, tp), kv_heads=max(1, tp * pcp // dcp))
+    run(cluster, [(0, 1), (0, 17), (3, 9), (9, 1), (13, 2 * pcp)], gather)
+    assert set(written) == {id(rank.pool) for rank in cluster.ranks}
+    assert all(len(set(slots)) == len(slots) for slots in written.values())
 
 
 @pytest.mark.parametrize("workspace_bytes", [1 << 20, 400])
