@@ -1,6 +1,6 @@
 """Latent attention: a decode step against `transformers`, the reorganisation of gathered latents, and the two gathers.
 
-`python -m benchmarks.mla`. The model is seeded: 4 layers of 16 heads, dc 512, dr 64, dn and dv 128, hidden size 1024, FFN 1024,
+`kvloom bench mla`. The model is seeded: 4 layers of 16 heads, dc 512, dr 64, dn and dv 128, hidden size 1024, FFN 1024,
 bfloat16, no experts. The gathers are compared as `kvloom bench chooser` does it: three clusters of two ranks of one thread
 each, up at the same time and asked in turn; predictions are those of the coordinator's model with the rates of its cluster.
 """
@@ -127,7 +127,7 @@ def lines(document: Mapping[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    flags = parser("mla", "latent attention")
+    flags = parser("mla", "latent attention: a decode step against transformers, gathered latents in order, the two gathers")
     flags.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: everything)")
     flags.add_argument("--context", type=integer(1), default=8128, help="tokens before the decode step (default: 8128)")
     flags.add_argument(

@@ -120,9 +120,11 @@ def shape_names(text: str) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
-    flags = parser("shapes", "two ranks as DP, PCP and TP under load")
+    flags = parser(
+        "shapes", "a seeded model of 8 heads on two ranks as DP, PCP and TP, under load: TTFT, TPOT and tokens/s of each"
+    )
     flags.add_argument("--shapes", type=shape_names, default=list(SHAPES), help="of dp, pcp, tp (default: all)")
-    flags.add_argument("--prompts", type=integers(1), default=[2048, 8192], help="tokens (default: 2048,8192)")
+    flags.add_argument("--prompts", type=integers(1), default=[2048, 8192], help="tokens of a prompt (default: 2048,8192)")
     flags.add_argument("--concurrency", type=integers(1), default=[1, 4, 16], help="requests at once (default: 1,4,16)")
     flags.add_argument("--requests", type=integer(1), default=3, help="least requests of a level and shape (default: 3)")
     flags.add_argument("--new-tokens", type=integer(2), default=32, help="tokens of an answer (default: 32)")

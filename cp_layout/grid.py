@@ -1,8 +1,20 @@
 """The rank grid (slow → fast: DP × PCP × TP) and the groups on it."""
 
 from dataclasses import dataclass
+from math import isqrt
 
 from cp_layout.errors import LayoutError
+
+
+def divisors(number: int) -> list[int]:
+    """Of a number ≥ 1, ascending."""
+    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
+
+
+def shape_dcp(tp: int, pcp: int) -> list[int]:
+    """DCP sizes, ascending, that a grid of this TP and PCP accepts: 1, and PCP·d where d divides TP."""
+    return sorted({1, *(pcp * d for d in divisors(tp))})
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +43,16 @@ class Grid:
             if size < 1:
                 raise LayoutError(f"{name} must be at least 1, got {size}")
         if self.dcp > 1 and self.dcp % self.pcp != 0:
-            raise LayoutError(f"dcp {self.dcp} must be 1 or a multiple of pcp {self.pcp} (dcp = pcp·d)")
+            raise LayoutError(f"dcp {self.dcp} must be 1 or a multiple of pcp {self.pcp} (dcp = pcp·d{self._legal_dcp})")
         if self.tp % self.dcp_in_tp != 0:
             raise LayoutError(
                 f"tp {self.tp} must be a multiple of d = {self.dcp_in_tp}, the part of dcp {self.dcp} inside a TP group"
-                f" (d = dcp / pcp {self.pcp})"
+                f" (d = dcp / pcp {self.pcp}{self._legal_dcp})"
             )
+
+    @property
+    def _legal_dcp(self) -> str:
+        return f"; legal dcp here, KV heads aside: {', '.join(map(str, shape_dcp(self.tp, self.pcp)))}"
 
     @property
     def dcp_in_tp(self) -> int:

@@ -7,7 +7,7 @@ laws (DCP = 1 or PCP·d, TP mod d = 0) are checked by `Grid` itself, the interle
 from collections.abc import Iterator
 
 from cp_layout.errors import LayoutError
-from cp_layout.grid import Grid
+from cp_layout.grid import Grid, divisors, shape_dcp
 from cp_layout.interleave import Layout
 
 GATHERS = ("auto", "q", "kv")
@@ -64,13 +64,19 @@ def check_heads(grid: Grid, num_heads: int, num_kv_heads: int, *, mla: bool = Fa
     if num_heads < 1 or (num_kv_heads < 1 and not mla):
         raise LayoutError(f"a model has at least one head of each kind, got {num_heads} Q heads and {num_kv_heads} KV heads")
     if num_heads % tp != 0:
-        raise LayoutError(f"{num_heads} Q heads cannot be cut over tp {tp}: Q heads mod TP must be 0")
+        raise LayoutError(
+            f"{num_heads} Q heads cannot be cut over tp {tp}: Q heads mod TP must be 0 "
+            f"(legal tp here: {', '.join(map(str, legal_tp(num_heads, num_kv_heads, mla=mla)))})"
+        )
     if mla:
         return
     if num_heads % num_kv_heads != 0:
         raise LayoutError(f"{num_heads} Q heads do not share {num_kv_heads} KV heads evenly: Q heads mod KV heads must be 0")
     if tp % num_kv_heads != 0 and num_kv_heads % tp != 0:
-        raise LayoutError(f"tp {tp} and {num_kv_heads} KV heads must divide one another (TP mod KVH = 0 or KVH mod TP = 0)")
+        raise LayoutError(
+            f"tp {tp} and {num_kv_heads} KV heads must divide one another (TP mod KVH = 0 or KVH mod TP = 0; "
+            f"legal tp here: {', '.join(map(str, legal_tp(num_heads, num_kv_heads)))})"
+        )
     if not _one_kv_head_per_d(tp, d, num_kv_heads):
         held = f"{tp}/{num_kv_heads} = {tp // num_kv_heads}" if tp % num_kv_heads == 0 else f"{tp}/{num_kv_heads} < 1"
         raise LayoutError(
@@ -100,10 +106,14 @@ def check_gather(grid: Grid, name: str, gather: str) -> None:
         )
 
 
+def legal_tp(num_heads: int, num_kv_heads: int, *, mla: bool = False) -> list[int]:
+    """TP sizes, ascending, over which these heads can be cut."""
+    return [tp for tp in divisors(num_heads) if mla or tp % num_kv_heads == 0 or num_kv_heads % tp == 0]
+
+
 def legal_dcp(tp: int, pcp: int, num_kv_heads: int, *, mla: bool = False) -> list[int]:
     """DCP sizes, ascending, that the shape and KV head laws accept for this TP and PCP."""
-    sizes = {1} | {pcp * d for d in range(1, tp + 1) if tp % d == 0 and (mla or _one_kv_head_per_d(tp, d, num_kv_heads))}
-    return sorted(sizes)
+    return [dcp for dcp in shape_dcp(tp, pcp) if mla or _one_kv_head_per_d(tp, Grid(tp, pcp, dcp).dcp_in_tp, num_kv_heads)]
 
 
 def legal_shapes(

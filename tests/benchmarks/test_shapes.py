@@ -84,6 +84,14 @@ def test_an_unknown_shape_is_refused(capsys):
     assert stopped.value.code == 2 and "--shapes" in capsys.readouterr().err
 
 
+def test_the_help_says_what_is_measured(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["--help"])
+    assert stopped.value.code == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(word in said for word in ("seeded model", *map(str.upper, SHAPES), "TTFT", "TPOT", "tokens/s"))
+
+
 @pytest.mark.cluster
 @pytest.mark.sweep
 def test_every_shape_answers_at_every_level():

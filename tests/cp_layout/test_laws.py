@@ -46,10 +46,10 @@ def test_refusal_offers_the_legal_sizes() -> None:
 @pytest.mark.parametrize(
     ("grid", "num_heads", "kv_heads", "message"),
     [
-        (Grid(tp=3), 8, 8, "8 Q heads cannot be cut over tp 3"),
+        (Grid(tp=3), 8, 8, r"8 Q heads cannot be cut over tp 3: .* \(legal tp here: 1, 2, 4, 8\)"),
         (Grid(tp=3, dcp=3), 8, 1, "8 Q heads cannot be cut over tp 3"),
         (Grid(tp=16), 8, 2, "8 Q heads cannot be cut over tp 16"),
-        (Grid(tp=4), 24, 6, "tp 4 and 6 KV heads must divide one another"),
+        (Grid(tp=4), 24, 6, r"tp 4 and 6 KV heads must divide one another .*; legal tp here: 1, 2, 3, 6, 12, 24\)"),
         (Grid(tp=6), 24, 4, "tp 6 and 4 KV heads must divide one another"),
         (Grid(), 8, 3, "8 Q heads do not share 3 KV heads evenly"),
         (Grid(), 0, 1, "at least one head of each kind, got 0 Q heads and 1 KV heads"),
