@@ -1,5 +1,6 @@
 """Frames are valid messages of the protocol, and no damaged one is taken for another."""
 
+import google_crc32c
 import numpy as np
 import pytest
 from hypothesis import given
@@ -34,6 +35,11 @@ def test_known_checksum() -> None:
             crc = crc >> 1 ^ 0x82F63B78 * (crc & 1)
     header = Header(Stream(0, 0, 0, 0, 0, 0, 0, 0), 0, 0, 0)
     assert header.crc(np.zeros(32, np.uint8)) == crc ^ 0xFFFFFFFF
+
+
+def test_checksums_are_computed_by_compiled_code() -> None:
+    """The library falls back to Python without a word, some hundred times slower."""
+    assert google_crc32c.implementation == "c"
 
 
 @pytest.mark.parametrize("size", [0, 1, 200, 20_000])

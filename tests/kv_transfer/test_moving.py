@@ -1,5 +1,6 @@
 """Real servers, every token of every head and layer: it arrives once, and nothing else is written."""
 
+import asyncio
 import itertools
 
 import grpc
@@ -82,11 +83,27 @@ async def test_messages_are_as_many_as_their_bytes_need_whatever_the_runs() -> N
             assert report.messages == 4 * 4
 
 
-async def test_few_bytes_in_flight_are_enough() -> None:
-    limits = Limits(message_bytes=64, bytes_in_flight=1)
-    async with sides(side(4, 1, 4), side(1, 4, 4), 33, limits=limits) as both:
+@pytest.mark.parametrize(("bytes_in_flight", "streams"), [(1, 1), (2 * 128, 2), (1 << 20, 4)])
+async def test_no_more_bytes_are_in_flight_than_allowed_and_few_are_enough(bytes_in_flight: int, streams: int) -> None:
+    """Two messages of each source that sends."""
+    sending, most, full = 0, 0, asyncio.Event()
+
+    class Counted(KvTransferServicer):
+        async def Fetch(self, request: pb.FetchRequest, context: grpc.aio.ServicerContext) -> None:
+            nonlocal sending, most
+            sending += 1
+            most = max(most, sending)
+            if sending == streams:
+                full.set()
+            await full.wait()
+            await super().Fetch(request, context)
+            sending -= 1
+
+    limits = Limits(message_bytes=64, bytes_in_flight=bytes_in_flight)
+    async with sides(side(4, 1, 4), side(1, 4, 4), 33, limits=limits, servicer=Counted) as both:
         await both.move()
         both.check()
+    assert most == streams
 
 
 async def test_ends_on_one_host_copy_from_pool_to_pool() -> None:
