@@ -22,7 +22,7 @@ def start_member(module: str, *words: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, env=same_code_environment(), process_group=0)
 
 
-def main(words: Sequence[str]) -> None:
+def become(words: Sequence[str]) -> None:
     """PARENT MODULE …; ends the process where the parent has gone already."""
     parent, module, *sys.argv[1:] = words
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -32,4 +32,4 @@ def main(words: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    become(sys.argv[1:])

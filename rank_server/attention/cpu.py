@@ -10,6 +10,7 @@ from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.cpu_decode import CpuDecode
 from rank_server.attention.cpu_prefill import CpuPrefill
 from rank_server.attention.partial import dense_partial, paged_partial
+from rank_server.attention.portable import nothing_seen
 
 
 class CpuKernels:
@@ -28,8 +29,11 @@ class CpuKernels:
         if by.covered == q.shape[0]:
             out = q.new_empty((*q.shape[:2], v_cache.shape[-1]), dtype=torch.float32)
             lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        else:
+        elif by.others.rows:
             out, lse = paged_partial(q, k_cache, v_cache, by.others, scale)
+        else:
+            # Queries of no row: what replicas that exchange rows are padded with.
+            out, lse = nothing_seen(q, v_cache.shape[-1])
         if by.few:
             self._decode.attend(q, k_cache, v_cache, by.few, batch, scale, out, lse)
         if by.many:
