@@ -120,13 +120,15 @@ def rank_main(args):
         print(f"fatal: {args.message}", file=sys.stderr)
         return args.status
     print(f"rank {args.rank} threads {os.environ['OMP_NUM_THREADS']}", file=sys.stderr, flush=True)
+    # Before it registers, which is when a test may kill it.
+    lives = args.die_always != args.rank or spared(args)
     with open_sync_channel(args.coordinator, "control") as channel:
         request = pb.RegisterRequest(rank=args.rank, pid=os.getpid(), instance=str(os.getpid()))
         try:
             rpc.RegistryServiceStub(channel).Register(request, timeout=10)
         except grpc.RpcError:
             return 1
-    if args.die_always == args.rank and not spared(args):
+    if not lives:
         return 3
     sys.stdin.read()
     return 0
