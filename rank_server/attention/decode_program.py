@@ -8,15 +8,13 @@ import numpy as np
 from llvmlite import ir
 
 from rank_server.compiled.bfloat import widened
-from rank_server.compiled.emitter import F32, I64, LANES, VECTOR, Emitter
+from rank_server.compiled.emitter import F32, I64, LANES, LINE, VECTOR, Emitter
 from rank_server.compiled.exponential import exponential
 from rank_server.compiled.team import thread_of
 from rank_server.compiled.translation import Compiled, translate
 
 TILE = 64
 """Keys between two looks at the highest score."""
-LINE = 64
-"""Bytes of a cache line, on most processors; on others some lines are asked for in vain or not at all."""
 CHAINS = 8
 """Sums that are kept in registers at a time."""
 STEP = np.dtype(

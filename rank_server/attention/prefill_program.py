@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
-from rank_server.attention.prefill_tile import ABREAST, GROUP, LINE, ROW, TILE, VECTORS, Layout, TileMath
-from rank_server.compiled.emitter import F32, F64, HALVES, I32, I64, LANES, VECTOR, WORDS, Emitter
+from rank_server.attention.prefill_tile import ABREAST, GROUP, ROW, TILE, VECTORS, Layout, TileMath
+from rank_server.compiled.emitter import F32, F64, HALVES, I32, I64, LANES, LINE, VECTOR, WORDS, Emitter
 from rank_server.compiled.team import thread_of
 from rank_server.compiled.translation import Compiled, translate
 

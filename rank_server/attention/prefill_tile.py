@@ -8,7 +8,7 @@ import math
 from llvmlite import ir
 
 from rank_server.compiled.avx512 import ONES, add_products, times_power_of_two, words
-from rank_server.compiled.emitter import I32, LANES, VECTOR, WORDS, Emitter
+from rank_server.compiled.emitter import I32, LANES, LINE, VECTOR, WORDS, Emitter
 
 TILE = 64
 """Keys between two looks at the highest score."""
@@ -19,8 +19,6 @@ GROUPS = 4
 """Groups for which keys are brought together."""
 ABREAST = 8
 """Keys or elements of values that are multiplied at a time; divides TILE and LANES."""
-LINE = 64
-"""Bytes of a cache line."""
 ROW = 4 * GROUP
 """Bytes of a number or a word per query."""
 UNROLLED = 2

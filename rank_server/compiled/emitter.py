@@ -13,6 +13,8 @@ import numpy as np
 from llvmlite import ir
 
 LANES = 16
+LINE = 64
+"""Bytes of a cache line, on most processors; on others some lines are asked for in vain or not at all."""
 
 
 class _Bfloat16(ir.Type):

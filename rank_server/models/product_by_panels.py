@@ -8,13 +8,11 @@ broadcast. All sums of some rows and a panel stay in registers. A result depends
 from llvmlite import ir
 
 from rank_server.compiled.avx512 import add_products
-from rank_server.compiled.emitter import I16, I32, LANES, VECTOR, WORDS
+from rank_server.compiled.emitter import I16, I32, LANES, LINE, VECTOR, WORDS
 from rank_server.models.product_program import ProductProgram
 
 UNROLLED = 4
 """Pairs of inputs in a row."""
-LINE = 64
-"""Bytes of a cache line."""
 STEP = 2 * LANES
 """Inputs that are turned at a time."""
 

@@ -43,6 +43,19 @@ class Taped:
         return self.results
 
 
+@pytest.fixture
+def asleep(monkeypatch):
+    """Set when a member has waited for longer than it spins."""
+    event, sleep = threading.Event(), ShmGroup._sleep
+
+    def observed(self, *arguments):
+        event.set()
+        return sleep(self, *arguments)
+
+    monkeypatch.setattr(ShmGroup, "_sleep", observed)
+    return event
+
+
 def check(results, values) -> None:
     total, parts = results
     assert (total == sum(values)).all()
@@ -69,16 +82,10 @@ def test_a_member_with_a_tape_and_one_without_understand_each_other():
             check(results, values)
 
 
-def test_a_tape_waits_for_a_late_member_and_goes_on_behind_it(monkeypatch):
-    members, asleep = [Taped(group) for group in opened(2)], threading.Event()
+def test_a_tape_waits_for_a_late_member_and_goes_on_behind_it(asleep):
+    members = [Taped(group) for group in opened(2)]
     run_ranks(2, lambda member: members[member](0.0))
-    sleep = ShmGroup._sleep
-
-    def observed(self, *arguments):
-        asleep.set()
-        return sleep(self, *arguments)
-
-    monkeypatch.setattr(ShmGroup, "_sleep", observed)
+    asleep.clear()
 
     def late(member: int):
         assert member == 0 or asleep.wait(10.0)
@@ -117,16 +124,10 @@ def test_a_tape_ends_when_a_member_leaves_or_does_not_come_or_does_something_els
         run_ranks(2, rank_main)
 
 
-def test_closing_a_group_ends_its_tape_in_the_middle(monkeypatch):
-    members, asleep = [Taped(group) for group in opened(2)], threading.Event()
+def test_closing_a_group_ends_its_tape_in_the_middle(asleep):
+    members = [Taped(group) for group in opened(2)]
     run_ranks(2, lambda member: members[member](0.0))
-    sleep = ShmGroup._sleep
-
-    def observed(self, *arguments):
-        asleep.set()
-        return sleep(self, *arguments)
-
-    monkeypatch.setattr(ShmGroup, "_sleep", observed)
+    asleep.clear()
 
     def rank_main(member: int):
         if member == 1:
