@@ -1,4 +1,4 @@
-"""Leads one request from the set that computes its prompt to the one that computes its output, as `coordinator.pd` says."""
+"""Leads one request from the set that computes its prompt to that which computes its output, as `coordinator.passage` says."""
 
 from collections import deque
 from dataclasses import replace
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from coordinator import pd
 from coordinator.engine import Engine
 from coordinator.kv_mover import End, KvMover
-from coordinator.pd import Impossible, Passage, Phase, advance
+from coordinator.passage import Impossible, Passage, Phase, advance
 from coordinator.pd_work import PdWork
 from coordinator.rank_set import RankSet
 from coordinator.request import Request

@@ -9,7 +9,7 @@ from grpc_health.v1.health_pb2 import HealthCheckResponse
 
 from coordinator import text_worker
 from coordinator.app import Coordinator, Options
-from coordinator.pd import Phase
+from coordinator.passage import Phase
 from coordinator.text_rows import to_text
 from cp_wire import errors
 from cp_wire.pb import rank_pb2

@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from coordinator.passage import Impossible, Passage, Phase, advance
 from coordinator.pd import (
     AbortPrefill,
     Activate,
@@ -13,21 +14,17 @@ from coordinator.pd import (
     Fail,
     ForgetMoves,
     FreePrefill,
-    Impossible,
     LeaseEnded,
     Left,
     Move,
     Moved,
     MoveFailed,
     MoveStopped,
-    Passage,
-    Phase,
     Prefill,
     Prefilled,
     PrefillLost,
     Reserved,
     StopMove,
-    advance,
 )
 
 LOST, FAILED, PASSING = PrefillLost("rank 1 is lost"), MoveFailed("CORRUPTED", False), MoveFailed("UNAVAILABLE", True)
