@@ -1,55 +1,102 @@
 """What a prefill→decode transfer sends by whole virtual blocks, whole blocks and tokens: `kvloom bench pd-waste`.
 
-Counted, not timed: every combination of prompt length, block size, KV shards and interleave of the prefill side, to one
-decode shard of the same block size. Messages are those of one stream per source shard, at most `--message-bytes` each.
+Every combination of prompt length, block size, KV shards and interleave of the prefill side, to one decode shard of the same
+block size. All of it is counted: one stream of messages per source shard. What is small enough is moved as well, by gRPC over
+loopback with both ends in this process, and timed; the benchmark fails when something else moves than was counted. A transfer
+by whole blocks is moved as the range of tokens that it comes to; where it comes to none, because shards that hold nothing of
+the last virtual block send nothing of it, it is only counted.
 """
 
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
+from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import integers, machine, parser, report, run_benchmark
+import uvloop
+
+from benchmarks.harness import integers, machine, parser, report, run_benchmark, spread
+from benchmarks.pd_waste_move import Traffic, move, target_of
 from benchmarks.plot import line_chart
 from cp_layout.interleave import Layout
+from cp_layout.packing import Packing
 from cp_layout.reshard import token_runs
 from cp_layout.waste import Sent, token_exact, whole_blocks, whole_virtual_blocks
 from cp_wire.flags import integer
+from kv_transfer.framing import frame_bytes
+from kv_transfer.source import MAX_MESSAGE_BYTES
 
 TOKENS = [1, 4, 16, 64, 100, 256, 1000, 4096, 16384, 65536]
 UNITS = ("virtual_block_granular", "block_granular", "token_exact")
 BYTES_PER_TOKEN = 23_040
 """K and V of SmolLM2-135M in bf16: 2 · 30 layers · 3 heads · 64 dimensions · 2 bytes."""
+PLANES = 60
+"""K and V of its layers."""
 
 
-def measure(layout: Layout, tokens: int, bytes_per_token: int, message_bytes: int) -> dict[str, Any]:
-    """The three units of transfer for one prompt; sizes in bytes."""
-    target = Layout(1, layout.block_size, layout.block_size)
-    runs = token_runs(layout, target, 0, tokens)
-    n, b = layout.num_shards, layout.block_size
-    # Tokens that each source shard sends, by unit.
-    units: dict[str, tuple[Sent, list[int]]] = {
-        "virtual_block_granular": (whole_virtual_blocks(layout, 0, tokens), [layout.virtual_blocks(tokens) * b] * n),
-        "block_granular": (whole_blocks(layout, 0, tokens), [layout.blocks_needed(shard, tokens) * b for shard in range(n)]),
-        "token_exact": (token_exact(0, tokens), [part.tokens for part in runs.values()]),
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A way to send a prompt. by_shard: tokens that each source shard sends."""
+
+    figure: Sent
+    by_shard: list[int]
+
+    def __post_init__(self) -> None:
+        assert self.figure.sent == sum(self.by_shard)
+
+    def is_range(self, layout: Layout) -> bool:
+        """Whether a prompt of as many tokens as are sent would lie so on the shards."""
+        return self.by_shard == layout.local_lens(self.figure.sent)
+
+    def traffic(self, args: Namespace) -> Traffic:
+        """What travels, without what gRPC adds."""
+        row = args.bytes_per_token // args.planes
+        links = [Packing(args.planes, tokens, row, args.message_bytes) for tokens in self.by_shard if tokens]
+        sizes = [len(link.rows(message)) * row for link in links for message in range(link.num_messages)]
+        return Traffic(sum(sizes), len(sizes), sum(map(frame_bytes, sizes)))
+
+
+def units_of(layout: Layout, tokens: int) -> dict[str, Unit]:
+    """The three ways, by name."""
+    shards, b = range(layout.num_shards), layout.block_size
+    virtual = [layout.virtual_blocks(tokens) * b for _ in shards]
+    blocks = [layout.blocks_needed(shard, tokens) * b for shard in shards]
+    return {
+        "virtual_block_granular": Unit(whole_virtual_blocks(layout, 0, tokens), virtual),
+        "block_granular": Unit(whole_blocks(layout, 0, tokens), blocks),
+        "token_exact": Unit(token_exact(0, tokens), layout.local_lens(tokens)),
     }
-    row: dict[str, Any] = {
-        "tokens": tokens,
-        "block_size": b,
-        "cp": n,
-        "interleave": layout.interleave,
-        "runs": sum(map(len, runs.values())),
-    }
-    for name, (figure, by_shard) in units.items():
-        assert figure.sent == sum(by_shard)
-        row[name] = {
-            "sent_tokens": figure.sent,
-            "waste": round(figure.waste, 6),
-            "bytes": figure.sent * bytes_per_token,
-            "messages": sum(-(-sent * bytes_per_token // message_bytes) for sent in by_shard),
+
+
+def measure(args: Namespace, layout: Layout) -> list[dict[str, Any]]:
+    """A row for each prompt length, with the three ways; sizes in bytes, times in ms or None where nothing was moved."""
+    rows: list[dict[str, Any]] = []
+    counted: dict[int, Traffic] = {}
+    moved: list[tuple[dict[str, Any], int]] = []
+    for tokens in args.tokens:
+        units = units_of(layout, tokens)
+        row: dict[str, Any] = {
+            "tokens": tokens,
+            "block_size": layout.block_size,
+            "cp": layout.num_shards,
+            "interleave": layout.interleave,
+            "runs": sum(map(len, token_runs(layout, target_of(layout), 0, tokens).values())),
         }
-    return row
+        small = max(unit.figure.sent for unit in units.values()) * args.bytes_per_token <= args.move_mib << 20
+        for name, unit in units.items():
+            sent, traffic = unit.figure.sent, unit.traffic(args)
+            row[name] = {"sent_tokens": sent, "waste": round(unit.figure.waste, 6), **traffic._asdict(), "ms": None}
+            if small and unit.is_range(layout):
+                counted[sent] = traffic
+                moved.append((row[name], sent))
+        rows.append(row)
+    if counted:
+        times = uvloop.run(move(args, layout, counted))
+        for entry, sent in moved:
+            entry["ms"] = spread([1000 * seconds for seconds in times[sent]])
+    return rows
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
@@ -73,18 +120,30 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def lines(rows: Sequence[dict[str, Any]], args: Namespace) -> list[str]:
     """The summary for people."""
-    head = f"{args.bytes_per_token} bytes per token, messages of {args.message_bytes} bytes; waste and messages by unit"
-    columns = f"{'tokens':>7} {'block':>5} {'cp':>3} {'I':>4} {'runs':>7}   virtual blocks        blocks        tokens"
+    head = [
+        f"{args.bytes_per_token} bytes per token, {args.planes} rows each, in messages of at most {args.message_bytes} bytes",
+        "by unit: waste, messages, KiB on the wire (serialised FetchResponse messages: payload, header, framing; not the "
+        "handshake, HTTP/2 or TCP),",
+        f"and ms where it was moved as well as counted, with the same result: median of {args.runs}, both ends in one process",
+    ]
+    titles = ("virtual blocks", "blocks", "tokens")
+    columns = f"{'tokens':>7} {'block':>5} {'cp':>3} {'I':>4} {'runs':>7} " + "".join(f"{title:>32}" for title in titles)
     body = [
-        f"{row['tokens']:>7} {row['block_size']:>5} {row['cp']:>3} {row['interleave']:>4} {row['runs']:>7}  "
-        + " ".join(f"{row[unit]['waste']:>7.1%} {row[unit]['messages']:>5}" for unit in UNITS)
+        f"{row['tokens']:>7} {row['block_size']:>5} {row['cp']:>3} {row['interleave']:>4} {row['runs']:>7} "
+        + "".join(cells(row[unit]) for unit in UNITS)
         for row in rows
     ]
-    return [head, columns, *body]
+    return [*head, columns, *body]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark; returns the exit status."""
+def cells(entry: dict[str, Any]) -> str:
+    """Those of a unit, 32 characters."""
+    ms = f"{entry['ms']['median']:.1f}" if entry["ms"] else "–"
+    return f"{entry['waste']:>8.1%} {entry['messages']:>5} {entry['wire_bytes'] / 1024:>10.1f} {ms:>6}"
+
+
+def flags_of() -> ArgumentParser:
+    """All flags."""
     flags = parser("pd-waste", "what a transfer sends beyond its tokens", plot="the waste")
     lists = integers(1)
     flags.add_argument("--tokens", type=lists, default=TOKENS, help="prompt lengths, comma-separated")
@@ -95,15 +154,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         "(default: 1 and the block size)"
     )  # fmt: skip
     flags.add_argument("--bytes-per-token", type=integer(1), default=BYTES_PER_TOKEN, help=f"(default: {BYTES_PER_TOKEN})")
-    flags.add_argument("--message-bytes", type=integer(1), default=1 << 20, help="(default: 1048576)")
+    planes = f"rows of a token, layers · 2 (default: {PLANES}, or the largest divisor of it that divides the bytes)"
+    flags.add_argument("--planes", type=integer(1), help=planes)
+    flags.add_argument("--message-bytes", type=integer(1, MAX_MESSAGE_BYTES), default=1 << 20, help="(default: 1048576)")
+    flags.add_argument(
+        "--move-mib", type=integer(0), default=24, metavar="N",
+        help="move, not only count, prompts whose virtual blocks have at most N MiB (default: 24; 0: none)",
+    )  # fmt: skip
+    flags.add_argument("--runs", type=integer(1), default=3, help="repetitions of what is moved (default: 3)")
+    return flags
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmark; returns the exit status."""
+    flags = flags_of()
     args = flags.parse_args(argv)
+    args.planes = args.planes or gcd(PLANES, args.bytes_per_token)
+    if args.bytes_per_token % args.planes:
+        flags.error(f"--bytes-per-token {args.bytes_per_token} is not a multiple of --planes {args.planes}")
     rows = [
-        measure(Layout(cp, interleave, block), tokens, args.bytes_per_token, args.message_bytes)
+        row
         for block in args.block_sizes
         for cp in args.cp
         for interleave in (args.interleaves or sorted({1, block}) if cp > 1 else [block])
         if block % interleave == 0
-        for tokens in args.tokens
+        for row in measure(args, Layout(cp, interleave, block))
     ]
     if args.plot is not None:
         plot(rows, args.plot)

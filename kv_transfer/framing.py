@@ -92,15 +92,20 @@ class Frame(NamedTuple):
 
 def encode(header: Header, size: int, fill: Callable[[Bytes], None]) -> bytes:
     """The frame with a payload of `size` bytes, which `fill` writes to the array that it is given; raises what that raises."""
-    length = _varint(size)
-    at = _LENGTH_AT + len(length)
+    total = frame_bytes(size)
+    at = total - size
 
     def write(frame: Bytes) -> None:
         payload = frame[at:]
         fill(payload)
-        frame[:at] = np.frombuffer(header.tagged(header.crc(payload)) + length, np.uint8)
+        frame[:at] = np.frombuffer(header.tagged(header.crc(payload)) + _varint(size), np.uint8)
 
-    return filled(at + size, write)
+    return filled(total, write)
+
+
+def frame_bytes(size: int) -> int:
+    """Bytes of the frame of a payload of `size` bytes: those of the serialised `FetchResponse`."""
+    return _LENGTH_AT + len(_varint(size)) + size
 
 
 def decode(frame: bytes) -> Frame:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cp_wire.pb import kv_transfer_pb2 as pb
-from kv_transfer.framing import Corrupted, Frame, Header, Stream, decode
+from kv_transfer.framing import Corrupted, Frame, Header, Stream, decode, frame_bytes
 from tests.kv_transfer.cluster import encode
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
@@ -80,3 +80,10 @@ def test_the_payload_is_not_copied() -> None:
     frame = encode(Header(Stream(1, 2, 3, 4, 5, 6, 7, 8), 9, 10, 11), bytes(300))
     taken: Frame = decode(frame)
     assert np.shares_memory(taken.payload, np.frombuffer(frame, np.uint8))
+
+
+@pytest.mark.parametrize("size", [1, 127, 128, 16383, 16384, 1 << 20])
+def test_what_a_frame_weighs_is_what_the_protocols_message_weighs(size: int) -> None:
+    fields = {field.name: 1 for field in pb.FetchHeader.DESCRIPTOR.fields}
+    whole = pb.FetchResponse(header=pb.FetchHeader(**fields), payload=bytes(size))
+    assert frame_bytes(size) == whole.ByteSize()
