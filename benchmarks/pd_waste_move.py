@@ -82,14 +82,14 @@ def source_of(args: Namespace, side: Side, rank: int, length: int) -> Weighing:
 
 
 async def move(args: Namespace, layout: Layout, counted: Mapping[int, Traffic]) -> dict[int, list[float]]:
-    """Pulls tokens [0, end) from ranks of the layout for each end, and again `args.runs` times.
+    """Pulls tokens [0, end) from ranks of the layout for each end in turn, and again `args.runs` times.
 
     Returns the seconds of each repetition by end, from the call of the puller to the last byte in its pool. `Internal` when a
     pull fails, or moves anything but what was counted for its end.
     """
     source, target = side_of(layout), side_of(target_of(layout))
     length = layout.virtual_blocks(max(counted)) * layout.virtual_block_size
-    times: dict[int, list[float]] = {}
+    times: dict[int, list[float]] = {end: [] for end in counted}
     async with AsyncExitStack() as stack:
         servicers, peers = [], {}
         for rank in range(source.grid.world_size):
@@ -105,9 +105,8 @@ async def move(args: Namespace, layout: Layout, counted: Mapping[int, Traffic]) 
         limits = Limits(message_bytes=args.message_bytes, idle_s=WAIT_S, call_s=WAIT_S)
         puller = Puller(place, facts, store, generations, limits)
         stack.push_async_callback(puller.close)
-        for end, wanted in counted.items():
-            times[end] = []
-            for session in range(args.runs + 1):
+        for session in range(args.runs + 1):
+            for end, wanted in counted.items():
                 rows.fill(UNTOUCHED)
                 before, begun = sum(servicer.sent_bytes for servicer in servicers), time.perf_counter()
                 try:
