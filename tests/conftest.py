@@ -8,12 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 if not torch.cuda.is_available():
     # Triton decides at its import whether kernels are compiled or interpreted, and anything may import it.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tests.tiny_models import build_tiny_model
+
+# No property depends on how busy the machine is.
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(autouse=True)

@@ -97,7 +97,7 @@ def test_b6_b7_every_query_sees_its_own_keys_and_nothing_stale(seen, blocks, use
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_any_shape(data):
     share, head_dim = data.draw(st.sampled_from(SHAPES))

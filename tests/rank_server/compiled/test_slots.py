@@ -27,7 +27,7 @@ def caches(number: int, heads: int, head_dim: int, dtype: torch.dtype) -> list[t
     dtype=st.sampled_from(DTYPES),
     gap=st.integers(0, 2),
 )
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 def test_rows_lie_at_their_slots_and_nowhere_else(slots, heads, head_dim, number, dtype, gap):
     """Rows are columns of something wider, one behind the other or with a gap."""
     got, wanted = (caches(number, heads, head_dim, dtype) for _ in range(2))

@@ -74,7 +74,7 @@ def test_compiled_products_and_what_is_fused_with_them(kind, rows, n, k):
 
 
 @torch.inference_mode()
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(rows=st.integers(1, 2 * FEW_ROWS), n=st.integers(1, 200), k=st.integers(1, 300), skip=st.integers(0, 9), data=st.data())
 def test_views_with_offsets_and_strides(rows, n, k, skip, data):
     """Nothing beside the views is read: it is NaN."""

@@ -132,7 +132,7 @@ def test_heads_are_turned(operations, dtype, head_dim, with_norms, tokens):
     with_norms=st.booleans(),
     eps=st.sampled_from([1e-5, 1e-6]),
 )
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 def test_any_number_of_heads(tokens, num_q, num_kv, half, with_norms, eps):
     (q, k, v), wanted = turned(CompiledOperations(), tokens, num_q, num_kv, 32 * half, BF16, with_norms, eps)
     near(q, wanted[0], 1.01)
