@@ -12,15 +12,9 @@ from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
 from cp_layout.laws import legal_shapes
 from cp_layout.reshard import Reshard, Runs, Side, reshard, token_runs
+from tests.layout_pairs import layouts, lengths
 
 NOTHING = -1
-
-
-def layouts() -> list[Layout]:
-    return sorted(
-        {Layout(n, i, b) for n in (1, 2, 4) for b in (4, 16) for i in (1, 2, b) if n > 1 or i == b},
-        key=lambda layout: (layout.num_shards, layout.interleave, layout.block_size),
-    )
 
 
 def sides(kv_heads: int | None, interleave: int | None, block_size: int, tps: tuple[int, ...] = (1, 2, 4)) -> list[Side]:
@@ -32,11 +26,6 @@ def sides(kv_heads: int | None, interleave: int | None, block_size: int, tps: tu
             layout = Layout(dcp, interleave or block_size, block_size)
             found.append(Side(Grid(tp, pcp, dcp), layout, kv_heads, shard_offset=(tp + pcp) % dcp))
     return found
-
-
-def lengths(*sizes: int) -> list[int]:
-    """1, and around the end of a virtual block of each size."""
-    return sorted({1} | {v + delta for v in sizes for delta in (-1, 0, 1) if v + delta > 0})
 
 
 def shuffled_table(columns: int, seed: int) -> np.ndarray:

@@ -7,10 +7,12 @@ import grpc
 import numpy as np
 import pytest
 
+from cp_layout.reshard import reshard
 from kv_transfer import framing
-from kv_transfer.pull import Limits, TransferFailed
+from kv_transfer.incoming import Incoming
+from kv_transfer.pull import Limits, Pull, Report, TransferFailed
 from kv_transfer.service import KvTransferServicer
-from tests.kv_transfer.cluster import SESSION, Sides, encode, side, sides
+from tests.kv_transfer.cluster import SESSION, Rank, Sides, encode, side, sides
 from tests.kv_transfer.faults import Faulty, drop, duplicate, flip, lying_index, stale, truncate, wrong_index
 
 FAULTS = 1000
@@ -90,15 +92,9 @@ async def test_h20_faults_that_do_not_end_fail_the_pull_and_say_what_arrived() -
 
 def test_nothing_is_written_for_a_message_that_was_written_before() -> None:
     """A repeated message must not touch a pool whose tokens decode may already have moved on from."""
-    from kv_transfer.incoming import Incoming
-    from kv_transfer.pull import Pull, Report
-    from tests.kv_transfer.cluster import Rank
-
     own = side(1, 4, 4)
     rank = Rank.make(own, 0, 8, name="target")
     pull = Pull(SESSION, 3, own, own, 0, 8, rank.blocks, rank.generations.now(), {})
-    from cp_layout.reshard import reshard
-
     plan, report = reshard(own, own, 0, 8), Report()
     incoming = Incoming(pull, plan.links[0], plan.runs_of(plan.links[0]), rank.store, rank.generations, 1 << 20, report)
     incoming.begin(1, 9)
