@@ -212,13 +212,16 @@ async def sides(
     target: Side,
     length: int,
     *,
-    limits: Limits = TEST_LIMITS,
+    limits: Limits | None = TEST_LIMITS,
     servicer: Callable[[Source], KvTransferServicer] = KvTransferServicer,
     ttl_s: float = 60.0,
     host: str = "",
     tokens: int | None = None,
 ) -> AsyncIterator[Sides]:
-    """Both sides with a granted session of `length` tokens of which `tokens` (all) can be read; stopped afterwards."""
+    """Both sides with a granted session of `length` tokens of which `tokens` (all) can be read; stopped afterwards.
+
+    limits: None for those of a puller that is told none.
+    """
     clock = Clock()
     made = Sides(source, target, length, clock, [], [], [], [], {}, [], [])
     peers = {}

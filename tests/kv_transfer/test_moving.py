@@ -10,6 +10,7 @@ from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
 from cp_layout.reshard import Side
 from cp_wire.pb import kv_transfer_pb2 as pb
+from kv_transfer import framing
 from kv_transfer.pull import Limits
 from kv_transfer.service import KvTransferServicer
 from tests.kv_transfer.cluster import HEAD_BYTES, PLANES, SESSION, Sides, side, sides
@@ -81,6 +82,23 @@ async def test_messages_are_as_many_as_their_bytes_need_whatever_the_runs() -> N
             (report,) = await both.move()
             # 32 tokens of 4 planes of 8 bytes from each source, 256 bytes a message.
             assert report.messages == 4 * 4
+
+
+async def test_messages_carry_a_mebibyte_unless_told_otherwise() -> None:
+    """2.5 MiB of one source, to a puller without limits of its own, as a rank has it."""
+    carried: list[int] = []
+
+    class Noted(KvTransferServicer):
+        async def send(self, frame: bytes, context: grpc.aio.ServicerContext) -> None:
+            carried.append(len(framing.decode(frame).payload))
+            await super().send(frame, context)
+
+    tokens = 5 * (1 << 19) // (PLANES * HEAD_BYTES)
+    async with sides(side(1, 16, 16), side(1, 16, 16), tokens, limits=None, servicer=Noted) as both:
+        (report,) = await both.move()
+        both.check()
+    assert carried == [1 << 20, 1 << 20, 1 << 19]
+    assert (report.messages, report.payload_bytes) == (3, sum(carried))
 
 
 @pytest.mark.parametrize(("bytes_in_flight", "streams"), [(1, 1), (2 * 128, 2), (1 << 20, 4)])
