@@ -5,9 +5,12 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rank_server.collectives.shm_program import Member, Out, Word, program
+from rank_server.collectives.shm_program import ASKED, Member, Out, Word, program
 from rank_server.collectives.shm_segment import Segment
-from rank_server.compiled.tape import Recorder
+from rank_server.compiled.tape import Reads, Recorder
+
+MOST_AHEAD = 128 << 10
+"""Bytes that a waiting member asks for at most: a part of the second cache of a core, and more than a wait's time brings."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,19 @@ class Exchange:
         words = (ctypes.c_int64 * Word.SIZE)()
         self._fill(words, call)
 
+        def ask_for(reads: Reads) -> None:
+            first, *second = reads.begins
+            step = ASKED if second else 2 * ASKED
+            words[Word.AHEAD], words[Word.AHEAD_TOO] = first, second[0] if second else first + ASKED
+            words[Word.AHEAD_STEP], words[Word.AHEAD_BYTES] = step, min(reads.size, MOST_AHEAD // len(reads.begins))
+
         def resume_here() -> None:
             ctypes.memmove(self._words, words, ctypes.sizeof(words))
             resume()
 
-        notes.note_stopping(self._compiled, ctypes.addressof(words), (words, self._member), resume_here)
+        notes.note_stopping(self._compiled, ctypes.addressof(words), (words, self._member), resume_here, ask_for)
 
     def _fill(self, words: "ctypes.Array[ctypes.c_int64]", call: Call) -> None:
         given = call.source, call.target, call.total, call.skip, call.width, call.out, call.code
-        self._pack(words, 0, 0, 0, 0, self._member_at, *given)
+        nothing_ahead = 0, 0, 0, 0
+        self._pack(words, 0, 0, 0, 0, self._member_at, *given, *nothing_ahead)

@@ -1,5 +1,6 @@
 """One round of a shared-memory group as one compiled call: copy in, posts, waits, checks, and the copy or sum out.
 
+While others are awaited it asks for memory that the member reads next, where it is told of some: it comes as the wait passes.
 The program does what it can without asking the system for more than a yield. Where members let it wait too long, or announce
 something else, it stops and says which posts it has taken; whoever called it goes on from there, and calls it again for the
 way out, so that results are the same bits however a round went.
@@ -13,12 +14,15 @@ from llvmlite import ir
 
 from rank_server.collectives.shm_segment import Control
 from rank_server.compiled.clock import NS, nanoseconds
-from rank_server.compiled.emitter import HALVES, I32, I64, LANES, POINTER, VECTOR, Emitter
+from rank_server.compiled.emitter import HALVES, I32, I64, LANES, LINE, POINTER, VECTOR, Emitter
 from rank_server.compiled.memory import copy
 from rank_server.compiled.translation import Compiled, translate
 
 SPIN_S = 100e-6
 """How long a wait looks again and again before it sleeps; in between it offers its CPU to whoever wants to run."""
+
+ASKED = 8 * LINE
+"""Bytes of each range that are asked for before the first look, and between two looks."""
 
 
 class Out(IntEnum):
@@ -53,7 +57,14 @@ class Word(IntEnum):
     """Bytes that it reads of each slot."""
     OUT = 9
     CODE = 10
-    SIZE = 11
+    AHEAD = 11
+    """Addresses of two ranges of memory that are asked for in turn, ASKED bytes of each at a time."""
+    AHEAD_TOO = 12
+    AHEAD_STEP = 13
+    """Bytes from what was asked for of a range to what is next."""
+    AHEAD_BYTES = 14
+    """Asking ends so far behind the beginning of a range; 0: there is none."""
+    SIZE = 15
 
 
 class Member(IntEnum):
@@ -141,7 +152,8 @@ class _Writer:
     def _wait(self) -> None:
         """Takes a post of each other; all of them within SPIN_S, or it ends the program."""
         e = self.e
-        until = e.variable(e.integer(0))
+        until, asked = e.variable(e.integer(0)), e.variable(e.integer(0))
+        self._ask(asked)
         with e.loop(0, self.others) as other:
             look, wait, stop, again, taken = (
                 e.function.append_basic_block(name) for name in ("look", "wait", "stop", "again", "taken")
@@ -159,10 +171,23 @@ class _Writer:
             e.b.position_at_end(stop)
             self._stop(other)
             e.b.position_at_end(again)
-            # Without the yield, members that outnumber the CPUs would keep those they wait for from running.
-            e.call("sched_yield", I32)
+            with e.b.if_then(self._ask(asked)):
+                # Without the yield, members that outnumber the CPUs would keep those they wait for from running.
+                e.call("sched_yield", I32)
             e.b.branch(look)
             e.b.position_at_end(taken)
+
+    def _ask(self, asked: ir.Value) -> ir.Value:
+        """Asks for the memory ASKED bytes from `asked` on, and moves that on; whether there was none left to ask for."""
+        e = self.e
+        at = e.get(asked)
+        none = e.b.icmp_signed(">=", at, self.word(Word.AHEAD_BYTES))
+        with e.b.if_then(e.b.not_(none)):
+            for line in range(0, ASKED, LINE):
+                for begin in (Word.AHEAD, Word.AHEAD_TOO):
+                    e.prefetch(e.at(self.word(begin), at, line))
+            e.set(asked, e.at(at, self.word(Word.AHEAD_STEP)))
+        return none
 
     def _check(self) -> None:
         """Ends the program where another has left, or has announced anything else: why that is so is asked elsewhere."""

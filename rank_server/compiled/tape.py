@@ -48,6 +48,16 @@ class NotRecordable(RuntimeError):
     """Something happened that a tape would leave out; says what."""
 
 
+@dataclass(frozen=True, slots=True)
+class Reads:
+    """Memory that a call reads from its beginning on: one range, or two at the same time."""
+
+    begins: tuple[int, ...]
+    """Addresses."""
+    size: int
+    """Bytes of each."""
+
+
 @dataclass(slots=True)
 class Recorder:
     """What is noted of one thread's calls, in order."""
@@ -57,6 +67,10 @@ class Recorder:
     """Whatever the calls have addresses of."""
     resumes: dict[int, Callable[[], None]] = field(default_factory=dict)
     """By call that may stop, what goes on from there."""
+    reads: dict[int, Reads] = field(default_factory=dict)
+    """By call, if that is known."""
+    waits: dict[int, Callable[[Reads], None]] = field(default_factory=dict)
+    """By call that may have to wait, what tells it which memory to ask for meanwhile."""
     followers: dict[object, Callable[[Any], None]] = field(default_factory=dict)
     """Called before the tape runs, with what it runs for; by something of whoever noted it, to note it once."""
     checks: list[Callable[[], None]] = field(default_factory=list)
@@ -65,15 +79,26 @@ class Recorder:
     """What surrounds a run, given how many of the calls are its: one per group of ranks."""
     refusal: str = ""
 
-    def note(self, program: Compiled, argument: int, held: object, threads: int = ALONE) -> None:
+    def note(self, program: Compiled, argument: int, held: object, threads: int = ALONE, reads: Reads | None = None) -> None:
         """A call of a program; argument: the address that it is given, of something that `held` keeps; threads: of a team, at
         most so many."""
+        if reads is not None:
+            self.reads[len(self.calls)] = reads
         self.held += (program, held)
         self.calls.append((program.address, argument, threads, False))
 
-    def note_stopping(self, program: Compiled, argument: int, held: object, resume: Callable[[], None]) -> None:
-        """A call whose argument begins with a word that is 0 where it has stopped; then `resume` is called, to complete it."""
+    def note_stopping(
+        self,
+        program: Compiled,
+        argument: int,
+        held: object,
+        resume: Callable[[], None],
+        ask_for: Callable[[Reads], None],
+    ) -> None:
+        """A call whose argument begins with a word that is 0 where it has stopped; then `resume` is called, to complete it.
+        ask_for: is told, once, what is read next: what may be asked for while the call waits."""
         self.resumes[len(self.calls)] = resume
+        self.waits[len(self.calls)] = ask_for
         self.held += (program, held)
         self.calls.append((program.address, argument, ALONE, True))
 
@@ -85,6 +110,14 @@ class Recorder:
         """Of all that was noted; raises NotRecordable."""
         if self.refusal:
             raise NotRecordable(self.refusal)
+        coming: Reads | None = None
+        for number in reversed(range(len(self.calls))):
+            coming = self.reads.get(number, coming)
+            if number in self.waits:
+                if coming is not None:
+                    self.waits[number](coming)
+                # What is read behind another wait may be asked for there, when less has come in between.
+                coming = None
         return Tape(self)
 
 

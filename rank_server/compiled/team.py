@@ -8,7 +8,7 @@ from llvmlite import ir
 
 from rank_server.compiled.emitter import I32, I64, Emitter
 from rank_server.compiled.openmp import Run, parallel, serial
-from rank_server.compiled.tape import ALONE, recorder
+from rank_server.compiled.tape import ALONE, Reads, recorder
 from rank_server.compiled.translation import Compiled
 
 
@@ -27,11 +27,14 @@ class Team:
             raise ValueError("a team of threads is wanted, but torch has brought no OpenMP runtime")
         return cls(False, serial) if found is None or together is False else cls(True, found)
 
-    def call(self, program: Compiled, argument: int | bytes, threads: int, held: object = None) -> None:
-        """Runs a program on at most so many threads, given an address, of something that `held` keeps, or that of the bytes."""
+    def call(
+        self, program: Compiled, argument: int | bytes, threads: int, held: object = None, reads: Reads | None = None
+    ) -> None:
+        """Runs a program on at most so many threads, given an address, of something that `held` keeps, or that of the bytes.
+        reads: what it begins to read with, if it is worth asking for it before."""
         if (notes := recorder()) is not None:
             at, held = _lasting(argument) if isinstance(argument, bytes) else (argument, held)
-            notes.note(program, at, held, threads if self.together else ALONE)
+            notes.note(program, at, held, threads if self.together else ALONE, reads)
         self._run(program.address, argument, threads)
 
     @property

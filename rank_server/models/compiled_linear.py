@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from rank_server.compiled import avx512
 from rank_server.compiled.openmp import parallel
+from rank_server.compiled.tape import Reads
 from rank_server.compiled.team import Team
 from rank_server.compiled.translation import Compiled
 from rank_server.models.product_by_panels import PanelProgram, features_at_a_time, scratch_bytes
@@ -78,7 +79,7 @@ class Programs:
             0 if scratch is None else scratch.data_ptr(),
             chunk,
         )
-        self.team.call(program, argument, threads)
+        self.team.call(program, argument, threads, reads=matrix.reads)
         return out
 
 
@@ -90,6 +91,8 @@ class Matrix:
     inputs: int
     record: tuple[int, ...]
     """The first fields of `ARGUMENT`. They hold addresses: who has this has the tensors too."""
+    reads: Reads
+    """What the first thread of a product reads of it."""
 
     @classmethod
     def of(cls, weight: Tensor, gate: Tensor | None = None, bias: Tensor | None = None) -> "Matrix":
@@ -100,7 +103,8 @@ class Matrix:
         gates = (0, 0) if gate is None else (gate.data_ptr(), 2 * gate.stride(0))
         numbers = (weight.data_ptr(), 2 * weight.stride(0), *gates, 0 if bias is None else bias.data_ptr())
         features, inputs = weight.shape
-        return cls(features, inputs, (*numbers, features, inputs))
+        begins = tuple(each.data_ptr() for each in (gate, weight) if each is not None)
+        return cls(features, inputs, (*numbers, features, inputs), Reads(begins, 2 * features * weight.stride(0)))
 
 
 @cache

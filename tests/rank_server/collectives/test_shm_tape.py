@@ -1,5 +1,6 @@
 """Exchanges on a tape: those of plain calls, also where a member is late, leaves, or has no tape."""
 
+import ctypes
 import threading
 
 import pytest
@@ -8,8 +9,11 @@ import torch
 from rank_server.collectives.base import CollectiveError
 from rank_server.collectives.local import LocalBackend, LocalHub
 from rank_server.collectives.shm import ShmBackend
+from rank_server.collectives.shm_exchange import MOST_AHEAD
 from rank_server.collectives.shm_group import ShmGroup
+from rank_server.collectives.shm_program import ASKED, Word
 from rank_server.compiled.tape import NotRecordable, recording
+from rank_server.models.compiled_linear import CompiledGated, CompiledLinear, programs
 from tests.rank_server.collectives.harness import open_groups
 from tests.rank_server.threads import run_ranks
 
@@ -138,6 +142,47 @@ def test_closing_a_group_ends_its_tape_in_the_middle(asleep):
             members[0](1.0)
 
     run_ranks(2, rank_main)
+
+
+def test_who_waits_asks_for_what_the_next_product_reads():
+    """Of one matrix, of two in turn, never of more than a part of a cache; and nothing where no product follows, or only
+    behind another exchange."""
+    matrix, gate, up = (torch.full((64, width), 0.5, dtype=BF16) for width in (40, 64, 64))
+    large = torch.full((MOST_AHEAD // 80 + 1, 64), 0.25, dtype=BF16)
+    small, gated, wide = (
+        CompiledLinear.of(matrix, None, programs(False)),
+        CompiledGated.of(gate, up, programs(True)),
+        CompiledLinear.of(large, None, programs(False)),
+    )
+
+    def compute(group, x):
+        for product in (small, gated, wide):
+            x = product(group.all_reduce(group.all_reduce(x)))
+        return group.all_gather(x[:, :8])
+
+    groups = opened(2)
+    xs = [torch.full((1, 40), 1.0 + member, dtype=BF16) for member in range(2)]
+
+    def rank_main(member: int):
+        with torch.inference_mode():
+            wanted = compute(groups[member], xs[member])
+            with recording() as notes:
+                found = compute(groups[member], xs[member])
+            found[0].zero_()
+            notes.tape().run()
+        assert all(map(torch.equal, found, wanted))
+        exchanges = [
+            (ctypes.c_int64 * Word.SIZE).from_address(argument) for _, argument, _, may_stop in notes.calls if may_stop
+        ]
+        return [tuple(each[word] for word in range(Word.AHEAD, Word.SIZE)) for each in exchanges]
+
+    of_large = (large.data_ptr(), large.data_ptr() + ASKED, 2 * ASKED, MOST_AHEAD)
+    nothing = (0, 0, 0, 0)
+    of_matrix = (matrix.data_ptr(), matrix.data_ptr() + ASKED, 2 * ASKED, 64 * 40 * 2)
+    of_two = (gate.data_ptr(), up.data_ptr(), ASKED, 64 * 64 * 2)
+    wanted = [nothing, of_matrix, nothing, of_two, nothing, of_large, nothing]
+    assert large.nbytes > MOST_AHEAD
+    assert run_ranks(2, rank_main) == [wanted] * 2
 
 
 def test_what_is_no_single_compiled_call_is_refused():
