@@ -5,6 +5,7 @@ import pytest
 from coordinator.plan import Sampling
 from cp_layout.laws import legal_shapes
 from tests.exactness.test_shapes import B, check, prompts_for
+from tests.exactness.turns import merges_in_turn
 from tests.inproc import Shape, cluster
 from tests.tiny_models import greedy_reference, logits_reference
 
@@ -41,8 +42,7 @@ GRIDS = [
 ]
 
 
-@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
-@pytest.mark.parametrize(("grid", "interleave"), GRIDS, ids=str)
+@pytest.mark.parametrize(("grid", "interleave", "merge"), merges_in_turn(GRIDS), ids=str)
 def test_tokens_of_every_kind_of_group(tiny, grid, interleave, merge):
     tp, pcp, dcp = grid
     name = list(MODELS)[(tp + pcp + dcp) % len(MODELS)]
@@ -85,11 +85,15 @@ def test_a_dcp_group_stores_one_latent_per_token_and_layer(tiny, grid, interleav
             assert {pool.bytes_per_block for pool in pools} == {2 * B * (16 + 4) * size}
 
 
+def all_cases() -> list[tuple]:
+    """Every model, grid and interleave; merges take turns, so that every grid has both with each model and each interleave."""
+    grids = list(legal_shapes(8, 8, 1, mla=True))
+    shapes = [(grid, interleave) for grid in grids for interleave in ((1, 2, B) if grid[2] > 1 else (B,))]
+    return merges_in_turn([(name, *shape) for name in MODELS for shape in shapes], lambda case: case[1])
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
-@pytest.mark.parametrize("interleave", [1, 2, B])
-@pytest.mark.parametrize("grid", list(legal_shapes(8, 8, 1, mla=True)), ids=str)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "grid", "interleave", "merge"), all_cases(), ids=str)
 def test_every_legal_shape(tiny, name, grid, interleave, merge):
     tp, pcp, dcp = grid
     shape = Shape(tp=tp, pcp=pcp, dcp=dcp, interleave=interleave, block_size=B, merge=merge, budget=16)

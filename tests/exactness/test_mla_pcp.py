@@ -12,6 +12,7 @@ from cp_layout.interleave import NOT_MINE
 from cp_layout.laws import legal_shapes
 from tests.exactness.pcp import B, check_dealt, dealt, gathers, prompt_of
 from tests.exactness.test_mla import MODELS
+from tests.exactness.turns import merges_in_turn
 from tests.inproc import Shape, cluster
 from tests.tiny_models import greedy_reference
 
@@ -59,24 +60,27 @@ def test_latents_come_to_decode_rows_when_forced(tiny, grid):
 
 
 def all_cases() -> list[tuple]:
-    cases = []
+    """Every model, grid, gather and interleave; merges take turns, so that every grid has both with each gather."""
+    cases: list[tuple] = []
     for name in MODELS:
         for grid in legal_shapes(8, 8, 1, mla=True):
             if grid[1] > 1 or grid[2] > 1:
                 ways = (*gathers(grid), "kv_all") if grid[2] > 1 else gathers(grid)
                 for gather, interleave in itertools.product(ways, (1, 2, B) if grid[2] > 1 else (B,)):
                     cases.append((name, grid, gather, interleave))
-    return cases
+    return merges_in_turn(cases, lambda case: case[1:3])
 
 
-@pytest.mark.parametrize(("name", "grid", "gather", "interleave"), random.Random(6).sample(all_cases(), 16), ids=str)
-def test_legal_shapes_sampled(tiny, name, grid, gather, interleave):
-    _legal_shape(tiny(**MODELS[name]), grid, gather, interleave, "a2a")
+CASE = ("name", "grid", "gather", "interleave", "merge")
+
+
+@pytest.mark.parametrize(CASE, random.Random(6).sample(all_cases(), 16), ids=str)
+def test_legal_shapes_sampled(tiny, name, grid, gather, interleave, merge):
+    _legal_shape(tiny(**MODELS[name]), grid, gather, interleave, merge)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
-@pytest.mark.parametrize(("name", "grid", "gather", "interleave"), all_cases(), ids=str)
+@pytest.mark.parametrize(CASE, all_cases(), ids=str)
 def test_every_legal_shape(tiny, name, grid, gather, interleave, merge):
     _legal_shape(tiny(**MODELS[name]), grid, gather, interleave, merge)
 

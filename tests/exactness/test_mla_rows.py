@@ -33,11 +33,21 @@ def flows(shape: tuple[int, int, int], mla: MlaShape = EXPANDS, **settings) -> L
     return LatentFlowCluster(grid(pcp, dcp, tp, **settings), mla, heads=2 * tp if tp > 2 else 4)
 
 
-@pytest.mark.parametrize("gather", ["q", "kv"])
-@pytest.mark.parametrize("shape", SOME, ids=str)
-@pytest.mark.parametrize("model", MODELS)
-def test_d1_every_context_and_chunk_in_one_batch(model, shape, gather):
+def models_in_turn(first: int) -> list[tuple]:
+    """Every shape with either gather; the two models alternate along both."""
+    cases = itertools.product(enumerate(SOME), enumerate(("q", "kv")))
+    return [(shape, gather, list(MODELS)[(row + column + first) % 2]) for (row, shape), (column, gather) in cases]
+
+
+@pytest.mark.parametrize(("shape", "gather", "model"), models_in_turn(0), ids=str)
+def test_d1_every_context_and_chunk_in_one_batch(shape, gather, model):
     """Contexts of 0 to 9 and 1 to 9 new tokens: 90 requests side by side."""
+    run(flows(shape, MODELS[model]), CHUNKS, gather)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(("shape", "gather", "model"), models_in_turn(1), ids=str)
+def test_d1_every_context_and_chunk_in_one_batch_with_the_other_model(shape, gather, model):
     run(flows(shape, MODELS[model]), CHUNKS, gather)
 
 

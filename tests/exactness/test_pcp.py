@@ -10,6 +10,7 @@ from coordinator.plan import Sampling
 from cp_layout.laws import legal_shapes
 from cp_wire.pb import common_pb2
 from tests.exactness.pcp import DEALT, MODEL, B, check_dealt, dealt, gathers, prompt_of
+from tests.exactness.turns import merges_in_turn
 from tests.inproc import Shape, cluster
 from tests.tiny_models import greedy_reference
 
@@ -52,23 +53,26 @@ def test_d3_named_shapes_chunked_and_batched(tiny, grid, model, gather):
 
 
 def all_cases() -> list[tuple]:
-    cases = []
+    """Every model, grid, gather and interleave; merges take turns, so that every grid has both with each gather."""
+    cases: list[tuple] = []
     for model in MODELS:
         for grid in legal_shapes(8, model["heads"], model["kv_heads"]):
             if grid[1] > 1:
                 for gather, interleave in itertools.product(gathers(grid), (1, 2, B) if grid[2] > 1 else (B,)):
                     cases.append((model, grid, gather, interleave))
-    return cases
+    return merges_in_turn(cases, lambda case: case[1:3])
 
 
-@pytest.mark.parametrize(("model", "grid", "gather", "interleave"), random.Random(5).sample(all_cases(), 12), ids=str)
-def test_legal_shapes_sampled(tiny, model, grid, gather, interleave):
-    _legal_shape(tiny(**model), grid, gather, interleave, "a2a")
+CASE = ("model", "grid", "gather", "interleave", "merge")
+
+
+@pytest.mark.parametrize(CASE, random.Random(5).sample(all_cases(), 12), ids=str)
+def test_legal_shapes_sampled(tiny, model, grid, gather, interleave, merge):
+    _legal_shape(tiny(**model), grid, gather, interleave, merge)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
-@pytest.mark.parametrize(("model", "grid", "gather", "interleave"), all_cases(), ids=str)
+@pytest.mark.parametrize(CASE, all_cases(), ids=str)
 def test_every_legal_shape(tiny, model, grid, gather, interleave, merge):
     _legal_shape(tiny(**model), grid, gather, interleave, merge)
 

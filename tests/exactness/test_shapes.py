@@ -6,6 +6,7 @@ import random
 import pytest
 
 from cp_layout.laws import legal_shapes
+from tests.exactness.turns import merges_in_turn
 from tests.inproc import Shape, cluster
 from tests.tiny_models import greedy_reference
 
@@ -54,26 +55,26 @@ def test_named_shapes(tiny, grid, model, interleave, merge):
     check(path, shape, prompts_for(B * dcp, 200, seed=dcp), new_tokens=6)
 
 
-def all_cases() -> list[tuple[dict, tuple[int, int, int], int]]:
-    cases = []
+def all_cases() -> list[tuple]:
+    """Every model, grid and interleave; merges take turns, so that every grid whose cache is sharded has both."""
+    cases: list[tuple] = []
     for model in MODELS:
         for grid in legal_shapes(8, model["heads"], model["kv_heads"]):
             for interleave in (1, 2, B) if grid[2] > 1 else (B,):
                 cases.append((model, grid, interleave))
-    return cases
+    return merges_in_turn(cases, lambda case: case[1])
 
 
 SAMPLED = random.Random(7).sample(all_cases(), 16)
 
 
-@pytest.mark.parametrize(("model", "grid", "interleave"), SAMPLED, ids=lambda value: str(value))
-def test_legal_shapes_sampled(tiny, model, grid, interleave):
-    _legal_shape(tiny, model, grid, interleave, "a2a")
+@pytest.mark.parametrize(("model", "grid", "interleave", "merge"), SAMPLED, ids=str)
+def test_legal_shapes_sampled(tiny, model, grid, interleave, merge):
+    _legal_shape(tiny, model, grid, interleave, merge)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
-@pytest.mark.parametrize(("model", "grid", "interleave"), all_cases(), ids=lambda value: str(value))
+@pytest.mark.parametrize(("model", "grid", "interleave", "merge"), all_cases(), ids=str)
 def test_every_legal_shape(tiny, model, grid, interleave, merge):
     _legal_shape(tiny, model, grid, interleave, merge)
 
@@ -85,8 +86,8 @@ def _legal_shape(tiny, model, grid, interleave, merge):
 
 
 def test_world_of_each_sampled_shape_is_small():
-    assert all(tp * pcp <= 8 for _, (tp, pcp, _), _ in all_cases())
-    assert len({grid for _, grid, _ in all_cases()}) >= 15
+    assert all(tp * pcp <= 8 for _, (tp, pcp, _), *_ in all_cases())
+    assert len({grid for _, grid, *_ in all_cases()}) >= 15
 
 
 @pytest.mark.parametrize(("dcp", "interleave"), list(itertools.product((2, 4), (1, B))))
