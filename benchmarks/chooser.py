@@ -22,6 +22,7 @@ from benchmarks.crossings import crossover
 from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
 from benchmarks.plot import line_chart
 from coordinator.predict import layer_parameters
+from coordinator.set_maker import MERGE_ROUNDS
 from cp_client import Client
 from cp_client.default_model import default_model_path
 from cp_layout.cost import CostModel, Rates, StepFacts, seconds
@@ -99,7 +100,8 @@ class Prediction:
     def __init__(self, path: Path, config: common_pb2.ClusterConfig, status: coordinator_pb2.GetStatusResponse) -> None:
         shape = open_model(path).shape
         whole = Grid(config.tp, config.pcp, config.dcp)
-        self._model = CostModel.of(shape, whole, layer_parameters(shape), config.dtype, config.kv_cache_dtype)
+        parameters, rounds = layer_parameters(shape), MERGE_ROUNDS[config.merge]
+        self._model = CostModel.of(shape, whole, parameters, config.dtype, config.kv_cache_dtype, rounds)
         told = status.links[0].rates
         self.rates = Rates(**{name: getattr(told, name) for name in Rates._fields})
 

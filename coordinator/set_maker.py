@@ -14,7 +14,11 @@ from coordinator.timings import Timings
 from cp_layout.blocks import BlockHasher, cache_identity
 from cp_layout.cost import CostModel
 from cp_layout.model_shape import ModelShape
+from cp_wire.pb import common_pb2
 from cp_wire.sides import Side
+
+MERGE_ROUNDS = {common_pb2.MERGE_A2A: 1, common_pb2.MERGE_AG_RS: 2}
+"""Collectives that bring partial attention back, by merge."""
 
 
 class SetMaker:
@@ -54,7 +58,8 @@ class SetMaker:
         latent = self._shape.mla is not None
         gather = LATENT_GATHERS.get(config.mla_gather, GATHERS[config.pcp_gather])
         replicas = Replicas(config.pcp, config.dcp, computable(latent), gather, latent)
-        model = CostModel.of(self._shape, self.side.grid, layer_parameters(self._shape), config.dtype, config.kv_cache_dtype)
+        parameters, rounds = layer_parameters(self._shape), MERGE_ROUNDS[config.merge]
+        model = CostModel.of(self._shape, self.side.grid, parameters, config.dtype, config.kv_cache_dtype, rounds)
         predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp), prior_seconds_per_pair(model))
         pricing = Pricing(model)
         scheduler = Scheduler(bounds, self.layout, pool_blocks, self._identity, replicas, pricing)

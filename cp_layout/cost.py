@@ -9,16 +9,16 @@ rows; e, e_o and e_kv = bytes of activations, partial outputs and cache. A query
 (2 · KV heads · head_dim; dc + dr). Per layer, of prefill rows, a rank receives
 
     gather Q     (N−1)/P · S_q · (h·(w_q·e + w_o·e_o + 4) + w_kv·e)             in 2 rounds
-    gather KV    ((P−1)/P · S_q + (N−1)/N · S_ctx) · w_kv·e_kv                  in 1 round and 1 per workspace of context
+    gather KV    ((P−1)/P · S_q + (N−1)/N · S_ctx) · w_kv·e_kv                  in 1 round (P > 1), 1 per workspace of context
 
 and moves in its own memory, with o = h·(w_o + 1)·e_o the partial output of a row,
 
     gather Q     (2N+1)/P · S_q · o + S_ctx/N · w_kv·e_kv                       partials out, N in, their merge out; keys in
     gather KV    (1 + 4·pieces)/P · S_q · o + (1 + 1/N) · S_ctx · w_kv·e_kv     the same of each piece; own keys out, all in
 
-(with large partials gathering Q takes a third round, which is lost in what they take). By bytes received alone gathering Q is
-cheaper once S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q (a little later for d > 1, as the new KV then goes to every rank
-of the DCP group, and where e ≠ e_kv). Both ways compute the same pairs, and balance them.
+(partials come back in one round; the merge ag_rs takes two). By bytes received alone gathering Q is cheaper once
+S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q (a little later for d > 1, as the new KV then goes to every rank of the DCP
+group, and where e ≠ e_kv). Both ways compute the same pairs, and balance them.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ from cp_layout.grid import Grid
 from cp_layout.model_shape import DTYPE_BYTES, ModelShape
 from cp_layout.reorg import WORKSPACE_BYTES
 
-COST_VERSION = 5
+COST_VERSION = 6
 """Changes whenever the same numbers may lead to another choice."""
 
 PARTIAL_BYTES = 4
@@ -63,7 +63,7 @@ class Work(NamedTuple):
     cache_bytes: float = 0.0
     """KV that is read or copied, and partial outputs that are written or merged."""
     rounds: float = 0.0
-    """Collectives."""
+    """Collectives in its layers."""
     wire_bytes: float = 0.0
     """What it receives in them."""
 
@@ -117,9 +117,13 @@ class CostModel:
     """e."""
     cache_element_bytes: int
     """e_kv."""
+    merge_rounds: int
+    """Collectives that bring partial outputs back."""
 
     @classmethod
-    def of(cls, shape: ModelShape, grid: Grid, parameters: float, dtype: str, kv_dtype: str) -> "CostModel":
+    def of(
+        cls, shape: ModelShape, grid: Grid, parameters: float, dtype: str, kv_dtype: str, merge_rounds: int = 1
+    ) -> "CostModel":
         """parameters: of the layers, of one replica, that a token is multiplied with. `LayoutError` for an unknown dtype."""
         for name in (dtype, kv_dtype):
             if name not in DTYPE_BYTES:
@@ -149,6 +153,7 @@ class CostModel:
             kv_width=shape.kv_spec(grid.tp).elements,
             activation_bytes=DTYPE_BYTES[dtype],
             cache_element_bytes=DTYPE_BYTES[kv_dtype],
+            merge_rounds=merge_rounds,
         )
 
     def replicated(self, facts: StepFacts) -> Work:
@@ -168,16 +173,7 @@ class CostModel:
 
     def owner_q(self, facts: StepFacts) -> Work:
         """Rows are dealt out, and all of them go to the keys; dcp > 1."""
-        n, context = self.grid.dcp, facts.prefill_context + facts.decode_context
-        mine = facts.prefill_tokens / self.grid.pcp + self._owned(facts)
-        row = (self.heads * self.query_width + self.kv_width) * self.activation_bytes + self._partial_bytes
-        exchange = Work(
-            rounds=2 * (mine > 0),
-            wire_bytes=(n - 1) * mine * row,
-            cache_bytes=context / n * self._kv_bytes + (2 * n + 1) * mine * self._partial_bytes,
-            attention_flops=(facts.prefill_pairs + facts.decode_context + facts.decode_rows) / n * self._pair_flops(self._d),
-        )
-        return self._dealt(facts).plus(self._per_layer(exchange))
+        return self._dealt(facts).plus(self._per_layer(self._queries_go(facts)))
 
     def owner_kv(self, facts: StepFacts) -> Work:
         """Rows are dealt out; keys go to the prefill rows, decode rows to the keys (with dcp = 1 theirs are where they are)."""
@@ -186,8 +182,7 @@ class CostModel:
         alone = StepFacts(decode_rows=facts.decode_rows, decode_context=facts.decode_context)
         work = self._per_layer(prefill).plus(self._dealt(facts))
         if n > 1:
-            exchange = self.owner_q(alone)
-            return work.plus(exchange._replace(steps=0, linear_flops=0, weight_bytes=0)) if facts.decode_rows else work
+            return work.plus(self._per_layer(self._queries_go(alone)))
         decode = Work(
             cache_bytes=facts.decode_context / p * self._kv_bytes,
             attention_flops=(facts.decode_context + facts.decode_rows) / p * self._pair_flops(1),
@@ -234,6 +229,18 @@ class CostModel:
         """Of a replica's part of the prefill rows in one layer, over keys that are all here."""
         return self._own_flops(facts.prefill_pairs / self.grid.pcp, facts.prefill_context + facts.prefill_tokens)
 
+    def _queries_go(self, facts: StepFacts) -> Work:
+        """Of one layer: queries and new KV are gathered, every shard is attended for all, partials go back and are merged."""
+        n, context = self.grid.dcp, facts.prefill_context + facts.decode_context
+        mine = facts.prefill_tokens / self.grid.pcp + self._owned(facts)
+        row = (self.heads * self.query_width + self.kv_width) * self.activation_bytes + self._partial_bytes
+        return Work(
+            rounds=(1 + self.merge_rounds) * (mine > 0),
+            wire_bytes=(n - 1) * mine * row,
+            cache_bytes=context / n * self._kv_bytes + (2 * n + 1) * mine * self._partial_bytes,
+            attention_flops=(facts.prefill_pairs + facts.decode_context + facts.decode_rows) / n * self._pair_flops(self._d),
+        )
+
     def _keys_come(self, context: int, new: int, attention_flops: float) -> Work:
         """Of one layer: keys of so many cached and new tokens are gathered and attended."""
         p, n = self.grid.pcp, self.grid.dcp
@@ -242,7 +249,7 @@ class CostModel:
         copies = 1 + 1 / n if n > 1 else 1
         partials = (1 + 4 * pieces) * new / p * self._partial_bytes if n > 1 else 0
         return Work(
-            rounds=(1 + pieces) * (new > 0),
+            rounds=((p > 1) + pieces) * (new > 0),
             wire_bytes=((p - 1) / p * new + (n - 1) / n * context) * self._kv_bytes,
             cache_bytes=copies * context * self._kv_bytes + partials,
             attention_flops=attention_flops,
@@ -284,7 +291,7 @@ class CostModel:
         merged = (self._d + n + 1) * partials if n > 1 else 0
         return self._per_layer(
             Work(
-                rounds=(self._d > 1) + (n > 1),
+                rounds=(self._d > 1) + self.merge_rounds * (n > 1),
                 wire_bytes=queries + (n - 1) * partials,
                 cache_bytes=context / n * self._kv_bytes + merged,
                 attention_flops=pairs / n * self._pair_flops(self._d),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from rank_server.attention.merge import merge_packed, merge_partials, scaled, shares
@@ -9,7 +10,7 @@ from rank_server.attention.move_program import packed
 from rank_server.collectives.base import Group
 
 APART_BYTES = 512 * 1024
-"""Partial outputs that are at least as large travel as they lie: to pack them takes longer than a round more."""
+"""Partial outputs that are at least as large travel as they lie, and are read where they arrive: to pack them takes longer."""
 
 Chunks = Callable[[Tensor], Tensor]
 """[T, h, E] of all rows and heads of the group → [N, *s, E]: chunk j holds what belongs to member j, all of equal shape."""
@@ -18,11 +19,11 @@ GroupMerge = Callable[[Group, Tensor, Tensor, Chunks], Tensor]
 
 
 def merge_a2a(group: Group, out: Tensor, lse: Tensor, chunks: Chunks) -> Tensor:
-    """One all-to-all of out‖lse, merged at the receiver; from `APART_BYTES` on one of each."""
+    """One all-to-all of out‖lse, merged at the receiver; from `APART_BYTES` on of out and lse side by side."""
     if out.nbytes < APART_BYTES:
         return merge_packed(group.all_to_all(chunks(packed(out, lse))))
-    lses = group.all_to_all(chunks(lse.unsqueeze(-1))).squeeze(-1)
-    return merge_partials(group.all_to_all_lent(chunks(out)), lses)[0]
+    outs, lses = group.all_to_all_lent(chunks(out), chunks(lse.unsqueeze(-1)))
+    return merge_partials(outs, torch.stack(list(lses)).squeeze(-1))[0]
 
 
 def merge_whole(group: Group, out: Tensor, lse: Tensor) -> Tensor:

@@ -44,8 +44,9 @@ class Group(Protocol):
         """[N, *s] → [N, *s]: chunk j goes to member j; result chunk j came from member j."""
         ...
 
-    def all_to_all_lent(self, x: Tensor) -> Sequence[Tensor]:
-        """The chunks of `all_to_all`, not copied where that can be helped: they may lie in x, and where others write later on.
+    def all_to_all_lent(self, *xs: Tensor) -> Sequence[Sequence[Tensor]]:
+        """Of each x [N, *s], all of one dtype, the N chunks of `all_to_all`, not copied where that can be helped: they may lie
+        in x, and where others write later on.
 
         So nobody writes to them, and they are read before this member's next call.
         """

@@ -84,11 +84,14 @@ class ExchangeGroup(ABC):
         with self._operation("all_to_all"):
             return self._swap("all_to_all", x.contiguous())
 
-    def all_to_all_lent(self, x: Tensor) -> Sequence[Tensor]:
-        """See `Group`; ValueError when the first dimension is not N."""
-        self._check_chunks("all_to_all_lent", x)
+    def all_to_all_lent(self, *xs: Tensor) -> Sequence[Sequence[Tensor]]:
+        """See `Group`; ValueError when a first dimension is not N, or dtypes differ."""
+        for x in xs:
+            self._check_chunks("all_to_all_lent", x)
+        if len({x.dtype for x in xs}) != 1:
+            raise ValueError(f"group {self.name}: all_to_all_lent takes one dtype, got {[str(x.dtype) for x in xs]}")
         with self._operation("all_to_all_lent"):
-            return self._lend("all_to_all_lent", x.contiguous())
+            return self._lend("all_to_all_lent", [x.contiguous() for x in xs])
 
     def broadcast(self, x: Tensor, root: int) -> Tensor:
         """See `Group`; ValueError when root is not a member."""
@@ -150,9 +153,9 @@ class ExchangeGroup(ABC):
         """[N, *s] → [*s], the same of everybody's chunk `index`."""
         return sum_in_member_order(self._swap(op, x))
 
-    def _lend(self, op: str, x: Tensor) -> Sequence[Tensor]:
-        """[N, *s] → N times [*s], as `_swap`; see `Group.all_to_all_lent`."""
-        return self._swap(op, x).unbind()
+    def _lend(self, op: str, xs: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """Of each [N, *s], N times [*s], as `_swap`; see `Group.all_to_all_lent`."""
+        return [self._swap(op, x).unbind() for x in xs]
 
     @abstractmethod
     def _gather(self, op: str, x: Tensor) -> Tensor:

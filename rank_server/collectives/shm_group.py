@@ -93,21 +93,28 @@ class ShmGroup(ExchangeGroup):
                 ctypes.memmove(target + member * chunk + start, slot + self.index * width, width)
         return result
 
-    def _lend(self, op: str, x: Tensor) -> Sequence[Tensor]:
-        """Others' chunks are views of their slots; nobody shows the chunk that stays."""
-        chunk = x.nbytes // self.size
-        if x.nbytes < LENT_BYTES or chunk * (self.size - 1) > self._slot_bytes:
-            return super()._lend(op, x)
-        segment, source = self._mapped(), _address(x)
-        parts = [(source + other * chunk, chunk) for other in self._others]
-        self._round(segment, OPERATIONS.index(op), x.nbytes, parts, self._deadline())
-        lent = list(x.unbind())
-        for other in self._others:
-            # Behind those of the members before this one; the other's own is not among them.
-            place = self.index - (self.index > other)
-            at = segment.slot_at(self._rounds % 2, other) + place * chunk
-            number = chunk // x.itemsize
-            lent[other] = torch.frombuffer(segment.memory, dtype=x.dtype, count=number, offset=at).view(x.shape[1:])
+    def _lend(self, op: str, xs: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
+        """Others' chunks are views of their slots; nobody shows the chunk that stays. One round for all tensors."""
+        total, others = sum(x.nbytes for x in xs), self.size - 1
+        empty = any(x.numel() == 0 for x in xs)  # there are no views of nothing
+        if total < LENT_BYTES or total // self.size * others > self._slot_bytes or empty:
+            return super()._lend(op, xs)
+        if (notes := recorder()) is not None:
+            notes.refuse(f"chunks that group {self.name} lends: each round has them elsewhere")
+        segment = self._mapped()
+        parts = [(_address(x[other]), x[other].nbytes) for x in xs for other in self._others]
+        self._round(segment, OPERATIONS.index(op), total, parts, self._deadline())
+        lent, begin = [], 0
+        for x in xs:
+            chunks, chunk = list(x.unbind()), x.nbytes // self.size
+            for other in self._others:
+                # Behind those of the members before this one; the other's own is not among them.
+                place = self.index - (self.index > other)
+                at = segment.slot_at(self._rounds % 2, other) + begin + place * chunk
+                view = torch.frombuffer(segment.memory, dtype=x.dtype, count=chunk // x.itemsize, offset=at)
+                chunks[other] = view.view(x.shape[1:])
+            lent.append(chunks)
+            begin += others * chunk
         return lent
 
     def _copy(self, x: Tensor, root: int) -> Tensor:
@@ -200,7 +207,7 @@ class ShmGroup(ExchangeGroup):
         Returns the addresses of all members' slots, to be read before the next round.
         """
         if (notes := recorder()) is not None:
-            notes.refuse("an exchange of several rounds")
+            notes.refuse(f"{call_of(code, total)} in group {self.name}, which is not one compiled call")
         number = self._rounds + 1
         half = number % 2
         slots = self._slots[half]

@@ -132,6 +132,26 @@ def test_decode_rows_cost_their_owner_alone() -> None:
     assert owner.attention_flops == everywhere.attention_flops
 
 
+def test_sums_over_tensor_parallel_members_are_counted_once() -> None:
+    facts, costs = StepFacts(decode_rows=4, decode_context=400), model(tp=2, pcp=2, dcp=4)
+    assert costs.owner_kv(facts) == costs.owner_q(facts)
+    assert costs.owner_kv(facts).rounds == 2 * (2 + 2)
+
+
+def test_one_replica_gathers_no_new_keys() -> None:
+    """What its TP members need of each other is the context."""
+    costs = model(LATENT, tp=2, pcp=1, dcp=2)
+    assert [costs.owner_kv(chunk(8, context)).rounds for context in (0, 9)] == [2 * 2, 2 * (2 + 1)]
+
+
+def test_a_merge_of_two_collectives_takes_a_round_more() -> None:
+    one, facts = model(tp=2, pcp=2, dcp=4), chunk(8, 9, 2, 30)
+    two = replace(one, merge_rounds=2)
+    for way in ("owner_q", "owner_kv", "replicated", "split"):
+        assert getattr(two, way)(facts).rounds == getattr(one, way)(facts).rounds + 2
+    assert two.owner_kv_all(facts) == one.owner_kv_all(facts)
+
+
 def test_decode_rows_that_do_not_divide_cost_the_fuller_replica() -> None:
     costs = model()
     three, four = (costs.owner_q(StepFacts(decode_rows=rows)) for rows in (3, 4))

@@ -109,7 +109,7 @@ def call(group: Group, op: str, x: Tensor, root: int = 0) -> Tensor | None:
         "all_reduce": lambda: group.all_reduce(x),
         "reduce_scatter": lambda: group.reduce_scatter(x),
         "all_to_all": lambda: group.all_to_all(x),
-        "all_to_all_lent": lambda: torch.stack(list(group.all_to_all_lent(x))),
+        "all_to_all_lent": lambda: torch.stack(list(group.all_to_all_lent(x)[0])),
         "broadcast": lambda: group.broadcast(x, root),
         "barrier": group.barrier,
     }

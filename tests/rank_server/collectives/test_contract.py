@@ -159,6 +159,16 @@ def test_members_meet_over_nothing_as_well(groups: list[Group], op: str) -> None
     assert {group.calls for group in groups} == {1}
 
 
+def test_several_tensors_are_lent_by_one_call(groups: list[Group]) -> None:
+    inputs = [[values(member, (len(groups), width), torch.float32, width) for width in (7, 2)] for member in range(len(groups))]
+    results = run_ranks(len(groups), lambda member: groups[member].all_to_all_lent(*inputs[member]))
+    for member, lent in enumerate(results):
+        for number, chunks in enumerate(lent):
+            wanted = expected("all_to_all", [each[number] for each in inputs], member)
+            assert wanted is not None and torch.equal(torch.stack(list(chunks)), wanted)
+    assert {group.calls for group in groups} == {1}
+
+
 def test_wrong_arguments_are_refused_before_anybody_waits(groups: list[Group]) -> None:
     group = groups[0]
     for op in CHUNKED_OPS:
@@ -166,6 +176,8 @@ def test_wrong_arguments_are_refused_before_anybody_waits(groups: list[Group]) -
             call(group, op, torch.zeros(7, 2))
         with pytest.raises(ValueError, match=op):
             call(group, op, torch.tensor(1.0))
+    with pytest.raises(ValueError, match=r"one dtype, got \['torch.float32', 'torch.int64'\]"):
+        group.all_to_all_lent(torch.zeros(group.size), torch.zeros(group.size, dtype=torch.int64))
     for root in (-1, group.size):
         with pytest.raises(ValueError, match=f"member {root} of {group.size}"):
             group.broadcast(torch.zeros(1), root)

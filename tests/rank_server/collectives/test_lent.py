@@ -24,7 +24,7 @@ def test_what_is_lent_stays_while_the_others_go_on(size: int) -> None:
     def member(index: int) -> None:
         group = groups[index]
         assert isinstance(group, ShmGroup) and group._segment is not None
-        lent = group.all_to_all_lent(inputs[index])
+        (lent,) = group.all_to_all_lent(inputs[index])
         assert lent[index].data_ptr() == inputs[index][index].data_ptr()
         if index == 0:
             following, end = group._rounds + 1, time.monotonic() + DEADLINE_S
@@ -35,7 +35,7 @@ def test_what_is_lent_stays_while_the_others_go_on(size: int) -> None:
             wanted = expected("all_to_all", inputs, index)
             assert wanted is not None and torch.equal(torch.stack(list(lent)), wanted)
         wanted = expected("all_to_all", more, index)
-        assert wanted is not None and torch.equal(torch.stack(list(group.all_to_all_lent(more[index]))), wanted)
+        assert wanted is not None and torch.equal(torch.stack(list(group.all_to_all_lent(more[index])[0])), wanted)
         group.barrier()
 
     run_ranks(size, member)
@@ -47,15 +47,37 @@ def test_chunks_that_do_not_fit_a_slot_are_not_lent() -> None:
 
     def member(index: int) -> None:
         wanted = expected("all_to_all", inputs, index)
-        assert wanted is not None and torch.equal(torch.stack(list(groups[index].all_to_all_lent(inputs[index]))), wanted)
+        (lent,) = groups[index].all_to_all_lent(inputs[index])
+        assert wanted is not None and torch.equal(torch.stack(list(lent)), wanted)
 
     run_ranks(3, member)
+
+
+@pytest.mark.parametrize("widths", [(LENT_BYTES // 4, 3), (5, LENT_BYTES // 4, 2), (LENT_BYTES // 4, 0)], ids=str)
+@pytest.mark.parametrize("size", [2, 3])
+def test_several_tensors_are_lent_in_one_round(size: int, widths: tuple[int, ...]) -> None:
+    """Unless one of them is empty."""
+    groups = Implementation("shm", size).open()
+    inputs = [[values(member, (size, width, 1), torch.float32, width) for width in widths] for member in range(size)]
+
+    def member(index: int) -> None:
+        group = groups[index]
+        assert isinstance(group, ShmGroup)
+        before = group._rounds
+        lent = group.all_to_all_lent(*inputs[index])
+        assert (group.calls, group._rounds - before) == (1, 1 if all(widths) else len(widths))
+        for number, chunks in enumerate(lent):
+            wanted = expected("all_to_all", [each[number] for each in inputs], index)
+            assert wanted is not None and torch.equal(torch.stack(list(chunks)), wanted)
+        group.barrier()
+
+    run_ranks(size, member)
 
 
 def test_what_is_lent_outlives_the_group() -> None:
     groups = Implementation("shm", 2).open()
     inputs = [values(member, (2, LENT_BYTES // 4), torch.float32) for member in range(2)]
-    lent = run_ranks(2, lambda index: groups[index].all_to_all_lent(inputs[index]))
+    lent = run_ranks(2, lambda index: groups[index].all_to_all_lent(inputs[index])[0])
     for group in groups:
         group.close()
     gc.collect()

@@ -10,7 +10,7 @@ from rank_server.collectives.base import CollectiveError
 from rank_server.collectives.local import LocalBackend, LocalHub
 from rank_server.collectives.shm import ShmBackend
 from rank_server.collectives.shm_exchange import MOST_AHEAD
-from rank_server.collectives.shm_group import ShmGroup
+from rank_server.collectives.shm_group import LENT_BYTES, ShmGroup
 from rank_server.collectives.shm_program import ASKED, Word
 from rank_server.compiled.tape import NotRecordable, recording
 from rank_server.models.compiled_linear import CompiledGated, CompiledLinear, programs
@@ -185,18 +185,28 @@ def test_who_waits_asks_for_what_the_next_product_reads():
     assert run_ranks(2, rank_main) == [wanted] * 2
 
 
+def refused(call) -> str:
+    with recording() as notes:
+        call()
+    with pytest.raises(NotRecordable) as error:
+        notes.tape()
+    return str(error.value)
+
+
 def test_what_is_no_single_compiled_call_is_refused():
     big = torch.zeros(4096, dtype=BF16)
-
-    def refused(group, x) -> str:
-        with recording() as notes:
-            group.all_reduce(x)
-        with pytest.raises(NotRecordable) as error:
-            notes.tape()
-        return str(error.value)
-
     groups = opened(2)
-    assert run_ranks(2, lambda member: refused(groups[member], big)) == ["an exchange of several rounds"] * 2
+    assert (
+        run_ranks(2, lambda member: refused(lambda: groups[member].all_reduce(big)))
+        == ["all_reduce of 8192 bytes in group g, which is not one compiled call"] * 2
+    )
     hub = LocalHub()
     local = [each["g"] for each in open_groups([LocalBackend(hub) for _ in range(2)], {"g": range(2)}, 20.0)]
-    assert run_ranks(2, lambda member: refused(local[member], big[:16])) == ["all_reduce of group g"] * 2
+    assert run_ranks(2, lambda member: refused(lambda: local[member].all_reduce(big[:16]))) == ["all_reduce of group g"] * 2
+
+
+def test_chunks_that_are_lent_are_refused_because_they_move():
+    groups = opened(2, slot_bytes=LENT_BYTES)
+    x = torch.zeros(2, LENT_BYTES // 4, dtype=BF16)
+    found = run_ranks(2, lambda member: refused(lambda: groups[member].all_to_all_lent(x)))
+    assert found == ["chunks that group g lends: each round has them elsewhere"] * 2
