@@ -45,9 +45,11 @@ def check(model, shape: Shape, prompts: list[list[int]], new_tokens: int) -> Non
         assert all(free == shape.blocks for free in running.scheduler.free_blocks)
 
 
-@pytest.mark.parametrize("merge", ["a2a", "ag_rs"])
-@pytest.mark.parametrize("interleave", [1, 2, B])
-@pytest.mark.parametrize(("grid", "model"), NAMED, ids=lambda value: str(value))
+@pytest.mark.parametrize(
+    ("grid", "model", "interleave", "merge"),
+    merges_in_turn((grid, model, interleave) for grid, model in NAMED for interleave in (1, 2, B)),
+    ids=str,
+)
 def test_named_shapes(tiny, grid, model, interleave, merge):
     path = tiny(**model)
     tp, pcp, dcp = grid

@@ -25,7 +25,9 @@ def start() -> Iterator[Start]:
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(("name", "size", "count"), [("gloo", 3, 100), ("shm", 3, 1000), ("shm", 8, 300)])
+@pytest.mark.parametrize(
+    ("name", "size", "count"), [("gloo", 3, 100), ("shm", 3, 1000), pytest.param("shm", 8, 300, marks=pytest.mark.sweep)]
+)
 def test_mixed_operations_between_processes(start: Start, name: str, size: int, count: int) -> None:
     members = start(name, f"mixed-{count}", size, 30.0)
     assert [member.line() for member in members] == [f"{count} operations"] * size
