@@ -10,7 +10,8 @@ from cp_layout.reshard import Side
 from tests.kv_transfer.cluster import HEAD_BYTES, PLANES, TEST_LIMITS, Sides, sides
 from tests.layout_pairs import grids, layouts, lengths, on_grids
 
-LIMITS = replace(TEST_LIMITS, message_bytes=1000)
+LIMITS = replace(TEST_LIMITS, message_bytes=1000, idle_s=20, call_s=20)
+"""Several messages for most links, and waits that a busy machine does not exhaust."""
 KV_HEADS = (1, 2, 3, 4, None)
 """None: a latent head."""
 
