@@ -26,7 +26,7 @@ Generate = Callable[[Sequence[int], int], tuple[float, list[float]]]
 
 def of_transformers(path: Path) -> Generate:
     """Greedy generation by the reference implementation."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, DynamicCache
 
     where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}
     directory = path.parent if path.suffix == ".gguf" else path
@@ -34,11 +34,12 @@ def of_transformers(path: Path) -> Generate:
 
     @torch.inference_mode()
     def generate(prompt: Sequence[int], new_tokens: int) -> tuple[float, list[float]]:
-        ids, cache, times = torch.tensor([list(prompt)]), None, []
+        ids, cache, times = torch.tensor([list(prompt)]), DynamicCache(), []
         for _ in range(new_tokens):
             begun = time.perf_counter()
-            result = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            cache, ids = result.past_key_values, result.logits[:, -1].argmax(-1, keepdim=True)
+            # Behind input, mask and positions comes the cache, whose name differs between versions.
+            result = model(ids, None, None, cache, use_cache=True, logits_to_keep=1)
+            ids = result.logits[:, -1].argmax(-1, keepdim=True)
             times.append(time.perf_counter() - begun)
         return times[0], times[1:]
 

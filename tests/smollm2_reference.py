@@ -33,7 +33,7 @@ PROMPTS = (
 def compute(gguf: Path) -> list[dict[str, Any]]:
     """Per prompt: ids, the 64 greedy ids, and per output position the top 20 (id, log-probability) and the runner-up gap."""
     import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32).eval()
@@ -41,11 +41,11 @@ def compute(gguf: Path) -> list[dict[str, Any]]:
     cases = []
     for prompt in PROMPTS:
         ids = tokenizer(prompt).input_ids
-        context, past, output, tops = torch.tensor([ids]), None, [], []
+        context, cache, output, tops = torch.tensor([ids]), DynamicCache(), [], []
         for _ in range(NEW_TOKENS):
             with torch.inference_mode():
-                result = model(context, past_key_values=past, use_cache=True)
-            past = result.past_key_values
+                # Behind input, mask and positions comes the cache, whose name differs between versions.
+                result = model(context, None, None, cache, use_cache=True)
             logprobs = torch.log_softmax(result.logits[0, -1].double(), dim=-1)
             top = torch.topk(logprobs, TOP)
             output.append(int(top.indices[0]))
