@@ -16,7 +16,8 @@ and moves in its own memory, with o = h·(w_o + 1)·e_o the partial output of a 
     gather Q     (2N+1)/P · S_q · o + S_ctx/N · w_kv·e_kv                       partials out, N in, their merge out; keys in
     gather KV    (1 + 4·pieces)/P · S_q · o + (1 + 1/N) · S_ctx · w_kv·e_kv     the same of each piece; own keys out, all in
 
-(partials come back in one round; the merge ag_rs takes two). By bytes received alone gathering Q is cheaper once
+(partials come back in one round; the merge ag_rs takes two, in the first of which each member has the log-sum-exps of all, N·4
+instead of 4 bytes a head). By bytes received alone gathering Q is cheaper once
 S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q (a little later for d > 1, as the new KV then goes to every rank of the DCP
 group, and where e ≠ e_kv). Both ways compute the same pairs, and balance them.
 """
@@ -28,8 +29,9 @@ from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_layout.model_shape import DTYPE_BYTES, ModelShape
 from cp_layout.reorg import WORKSPACE_BYTES
+from cp_layout.sums import received
 
-COST_VERSION = 6
+COST_VERSION = 7
 """Changes whenever the same numbers may lead to another choice."""
 
 PARTIAL_BYTES = 4
@@ -216,6 +218,11 @@ class CostModel:
         """Bytes of a row's partial output, with this rank's heads, in one layer."""
         return self.heads * (self.output_width + 1) * PARTIAL_BYTES
 
+    def _returned_bytes(self, members: int) -> int:
+        """Bytes of the same as they come from one other member; members: those whose log-sum-exps come along where they are
+        merged in two rounds."""
+        return self.heads * (self.output_width + (members if self.merge_rounds > 1 else 1)) * PARTIAL_BYTES
+
     def _pair_flops(self, members: int) -> float:
         """Of one (query, key) pair in one layer, with the heads of so many TP members."""
         return 2.0 * self.heads * members * self.pair_width
@@ -233,7 +240,7 @@ class CostModel:
         """Of one layer: queries and new KV are gathered, every shard is attended for all, partials go back and are merged."""
         n, context = self.grid.dcp, facts.prefill_context + facts.decode_context
         mine = facts.prefill_tokens / self.grid.pcp + self._owned(facts)
-        row = (self.heads * self.query_width + self.kv_width) * self.activation_bytes + self._partial_bytes
+        row = (self.heads * self.query_width + self.kv_width) * self.activation_bytes + self._returned_bytes(n)
         return Work(
             rounds=(1 + self.merge_rounds) * (mine > 0),
             wire_bytes=(n - 1) * mine * row,
@@ -278,8 +285,8 @@ class CostModel:
         """Two sums of hidden states per layer."""
         if ranks == 1:
             return Work()
-        received = 2 * (ranks - 1) / ranks * rows * self.hidden_size * self.activation_bytes
-        return self._per_layer(Work(rounds=2, wire_bytes=2 * received))
+        one = received(ranks, rows * self.hidden_size * self.activation_bytes)
+        return self._per_layer(Work(rounds=2, wire_bytes=2 * one))
 
     def _everywhere(self, facts: StepFacts) -> Work:
         """Attention of rows that every replica has, each against its shard."""
@@ -287,12 +294,11 @@ class CostModel:
         context = facts.decode_context + facts.prefill_context
         pairs = facts.prefill_pairs + facts.decode_context + facts.decode_rows
         queries = (self._d - 1) * rows * self.heads * self.query_width * self.activation_bytes
-        partials = rows * self._partial_bytes
-        merged = (self._d + n + 1) * partials if n > 1 else 0
+        merged = (self._d + n + 1) * rows * self._partial_bytes if n > 1 else 0
         return self._per_layer(
             Work(
                 rounds=(self._d > 1) + self.merge_rounds * (n > 1),
-                wire_bytes=queries + (n - 1) * partials,
+                wire_bytes=queries + (n - 1) * rows * self._returned_bytes(self._d),
                 cache_bytes=context / n * self._kv_bytes + merged,
                 attention_flops=pairs / n * self._pair_flops(self._d),
             )

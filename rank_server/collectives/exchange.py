@@ -12,13 +12,10 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
+from cp_layout.sums import scattered
 from rank_server.collectives.base import CollectiveError
 from rank_server.compiled import sums
 from rank_server.compiled.tape import recorder
-
-SCATTERED_SUM_BYTES = 256 * 1024
-"""From this size on, and with more than two members, an all-reduce sums one chunk per member and gathers the sums: it moves
-2(N−1)/N of the tensor instead of N−1 times the tensor, for one round more."""
 
 
 def sum_in_member_order(parts: Tensor) -> Tensor:
@@ -64,7 +61,7 @@ class ExchangeGroup(ABC):
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `Group`. Both ways to exchange give the same bits."""
         with self._operation("all_reduce"):
-            if self.size <= 2 or x.nbytes < SCATTERED_SUM_BYTES:
+            if not scattered(self.size, x.nbytes):
                 return self._sum("all_reduce", x.contiguous())
             flat, padding = x.reshape(-1), -x.numel() % self.size
             if padding:

@@ -138,6 +138,28 @@ def test_sums_over_tensor_parallel_members_are_counted_once() -> None:
     assert costs.owner_kv(facts).rounds == 2 * (2 + 2)
 
 
+def test_a_sum_over_many_ranks_brings_all_of_each_other_one_unless_it_is_large() -> None:
+    """Eight TP members, rows of 64 numbers in bf16, two layers of two sums; from 256 KiB on chunks are summed and gathered."""
+    costs, most = model(tp=8, pcp=1, dcp=1), 256 * 1024 // 128
+    received = [costs.replicated(chunk(rows, 0)).wire_bytes for rows in (3, most - 1, most)]
+    assert received == [2 * 2 * 7 * 3 * 128, 2 * 2 * 7 * (most - 1) * 128, 2 * 2 * 2 * 7 / 8 * most * 128]
+    alone = StepFacts(decode_rows=1)
+    of_one, of_eight = (model(pcp=pcp, dcp=1).split(alone).wire_bytes for pcp in (2, 8))
+    gathered = (8 * 16 + 2 * 2 * 16) * 2
+    assert (of_one, of_eight) == (2 * (gathered / 2 + 2 * 128), 2 * (gathered * 7 / 8 + 2 * 7 * 128))
+
+
+def test_a_merge_of_two_collectives_brings_everybodys_log_sum_exps() -> None:
+    """Of rows and heads that another member has: 4 heads of a rank, 3 others in the DCP group, 2 TP members."""
+    one = model(tp=2, pcp=2, dcp=4)
+    two, lone, dealt = replace(one, merge_rounds=2), StepFacts(decode_rows=1), chunk(8, 0)
+    assert two.replicated(lone).wire_bytes == one.replicated(lone).wire_bytes + 2 * 3 * 4 * 4 * (2 - 1)
+    assert two.owner_q(dealt).wire_bytes == one.owner_q(dealt).wire_bytes + 2 * 3 * 4 * 4 * 4 * (4 - 1)
+    assert model(pcp=2, dcp=2).replicated(lone) == replace(model(pcp=2, dcp=2), merge_rounds=2).replicated(lone)._replace(
+        rounds=2 * 1
+    )
+
+
 def test_one_replica_gathers_no_new_keys() -> None:
     """What its TP members need of each other is the context."""
     costs = model(LATENT, tp=2, pcp=1, dcp=2)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from cp_layout.sums import SCATTERED_SUM_BYTES
 from rank_server.collectives import exchange
 from rank_server.collectives.base import CollectiveError, Group
-from rank_server.collectives.exchange import SCATTERED_SUM_BYTES
 from tests.rank_server.collectives.harness import (
     CHUNKED_OPS,
     DTYPES,
