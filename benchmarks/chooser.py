@@ -21,12 +21,10 @@ from typing import Any, NamedTuple
 from benchmarks.crossings import crossover
 from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
 from benchmarks.plot import line_chart
-from coordinator.predict import layer_parameters
-from coordinator.set_maker import MERGE_ROUNDS
+from coordinator.set_maker import cost_model
 from cp_client import Client
 from cp_client.default_model import default_model_path
-from cp_layout.cost import CostModel, Rates, StepFacts, seconds
-from cp_layout.grid import Grid
+from cp_layout.cost import Rates, StepFacts, seconds
 from cp_wire.flags import integer
 from cp_wire.pb import common_pb2, coordinator_pb2
 from model_files import open_model
@@ -98,10 +96,7 @@ class Prediction:
     """Seconds of a cell by the model and the rates of a running cluster. path: of what it serves."""
 
     def __init__(self, path: Path, config: common_pb2.ClusterConfig, status: coordinator_pb2.GetStatusResponse) -> None:
-        shape = open_model(path).shape
-        whole = Grid(config.tp, config.pcp, config.dcp)
-        parameters, rounds = layer_parameters(shape), MERGE_ROUNDS[config.merge]
-        self._model = CostModel.of(shape, whole, parameters, config.dtype, config.kv_cache_dtype, rounds)
+        self._model = cost_model(open_model(path).shape, config)
         told = status.links[0].rates
         self.rates = Rates(**{name: getattr(told, name) for name in Rates._fields})
 

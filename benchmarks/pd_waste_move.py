@@ -85,7 +85,7 @@ async def move(args: Namespace, layout: Layout, counted: Mapping[int, Traffic]) 
     """Pulls tokens [0, end) from ranks of the layout for each end in turn, and again `args.runs` times.
 
     Returns the seconds of each repetition by end, from the call of the puller to the last byte in its pool. `Internal` when a
-    pull fails, or moves anything but what was counted for its end.
+    pull fails, moves anything but what was counted for its end, or leaves anything else in the target's pool.
     """
     source, target = side_of(layout), side_of(target_of(layout))
     length = layout.virtual_blocks(max(counted)) * layout.virtual_block_size
@@ -118,6 +118,7 @@ async def move(args: Namespace, layout: Layout, counted: Mapping[int, Traffic]) 
                 moved = Traffic(done.payload_bytes, done.messages, sent)
                 if moved != wanted:
                     raise Internal(f"tokens [0, {end}) from {layout}: counted {wanted}, moved {moved}")
-                assert (rows[:, :end] == pattern(args, np.arange(end))[..., None]).all()
-                assert (rows[:, end:] == UNTOUCHED).all()
+                arrived = (rows[:, :end] == pattern(args, np.arange(end))[..., None]).all()
+                if not (arrived and (rows[:, end:] == UNTOUCHED).all()):
+                    raise Internal(f"tokens [0, {end}) from {layout}: the target's pool holds something else")
     return {end: seconds[1:] for end, seconds in times.items()}

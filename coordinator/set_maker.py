@@ -14,11 +14,18 @@ from coordinator.timings import Timings
 from cp_layout.blocks import BlockHasher, cache_identity
 from cp_layout.cost import CostModel
 from cp_layout.model_shape import ModelShape
+from cp_wire.effective import grid_of
 from cp_wire.pb import common_pb2
 from cp_wire.sides import Side
 
 MERGE_ROUNDS = {common_pb2.MERGE_A2A: 1, common_pb2.MERGE_AG_RS: 2}
 """Collectives that bring partial attention back, by merge."""
+
+
+def cost_model(shape: ModelShape, config: common_pb2.ClusterConfig) -> CostModel:
+    """Of the sets of a side with this configuration; `LayoutError` for a grid or a dtype that there isn't."""
+    parameters, rounds = layer_parameters(shape), MERGE_ROUNDS[config.merge]
+    return CostModel.of(shape, grid_of(config), parameters, config.dtype, config.kv_cache_dtype, rounds)
 
 
 class SetMaker:
@@ -58,8 +65,7 @@ class SetMaker:
         latent = self._shape.mla is not None
         gather = LATENT_GATHERS.get(config.mla_gather, GATHERS[config.pcp_gather])
         replicas = Replicas(config.pcp, config.dcp, computable(latent), gather, latent)
-        parameters, rounds = layer_parameters(self._shape), MERGE_ROUNDS[config.merge]
-        model = CostModel.of(self._shape, self.side.grid, parameters, config.dtype, config.kv_cache_dtype, rounds)
+        model = cost_model(self._shape, config)
         predictor = StepPredictor(prior_seconds_per_token(self._shape, config.tp), prior_seconds_per_pair(model))
         pricing = Pricing(model)
         scheduler = Scheduler(bounds, self.layout, pool_blocks, self._identity, replicas, pricing)

@@ -12,6 +12,7 @@ from cp_layout.reshard import Side
 T = TypeVar("T")
 
 QUERY_HEADS = 12
+"""A multiple of every number of KV heads and of every TP size here."""
 
 
 def layouts() -> list[Layout]:

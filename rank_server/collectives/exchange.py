@@ -151,7 +151,7 @@ class ExchangeGroup(ABC):
         return sum_in_member_order(self._swap(op, x))
 
     def _lend(self, op: str, xs: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
-        """Of each [N, *s], N times [*s], as `_swap`; see `Group.all_to_all_lent`."""
+        """Of each [N, *s], N times [*s], by a `_swap` each; see `Group.all_to_all_lent`."""
         return [self._swap(op, x).unbind() for x in xs]
 
     @abstractmethod

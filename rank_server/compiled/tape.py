@@ -81,7 +81,7 @@ class Recorder:
 
     def note(self, program: Compiled, argument: int, held: object, threads: int = ALONE, reads: Reads | None = None) -> None:
         """A call of a program; argument: the address that it is given, of something that `held` keeps; threads: of a team, at
-        most so many."""
+        most so many; reads: what it begins to read with, if it is worth asking for it before."""
         if reads is not None:
             self.reads[len(self.calls)] = reads
         self.held += (program, held)

@@ -92,7 +92,7 @@ class Matrix:
     record: tuple[int, ...]
     """The first fields of `ARGUMENT`. They hold addresses: who has this has the tensors too."""
     reads: Reads
-    """What the first thread of a product reads of it."""
+    """Where a product begins to read, up to the last row; of a part of the columns with what lies between its rows."""
 
     @classmethod
     def of(cls, weight: Tensor, gate: Tensor | None = None, bias: Tensor | None = None) -> "Matrix":

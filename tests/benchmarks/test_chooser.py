@@ -106,7 +106,8 @@ def test_every_way_gets_the_same_prompts_and_the_first_round_does_not_count():
 
 def test_predictions_take_the_rates_that_the_cluster_tells(tmp_path):
     model = write_gguf(tmp_path / "tiny.gguf")
-    config = common_pb2.ClusterConfig(tp=1, pcp=2, dcp=2, dtype="float32", kv_cache_dtype="float32", merge=common_pb2.MERGE_A2A)
+    sizes = {"tp": 1, "pcp": 2, "dcp": 2, "dp": 1}
+    config = common_pb2.ClusterConfig(**sizes, dtype="float32", kv_cache_dtype="float32", merge=common_pb2.MERGE_A2A)
     told = dict.fromkeys(Rates._fields, 0.0) | {"wire_byte": 1e-3}
     link = coordinator_pb2.LinkStatus(rates=coordinator_pb2.WorkRates(**told))
     prediction = Prediction(model, config, coordinator_pb2.GetStatusResponse(links=[link]))

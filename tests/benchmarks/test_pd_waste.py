@@ -4,13 +4,15 @@ import json
 import xml.etree.ElementTree
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from benchmarks import pd_waste_move
 from benchmarks.pd_waste import UNITS, main
-from benchmarks.pd_waste_move import Weighing
+from benchmarks.pd_waste_move import UNTOUCHED, Weighing
 from cp_wire.errors import Internal
 from kv_transfer.puller import Puller
+from kv_transfer.store import ArrayStore
 
 FRAMING = 77
 """Bytes of a message beside its payload, of 128 to 16383 bytes: 2 + 3·9 + 9·5 of the header, 1 + 2 before the payload."""
@@ -118,6 +120,29 @@ def test_moving_anything_but_what_was_counted_fails(stand_in, moved, monkeypatch
     assert str(failed.value).endswith(f"counted 1536 bytes in 2 messages, 1690 bytes on the wire, moved {moved}")
 
 
+class Spoiling(ArrayStore):
+    """Writes other bytes than it is given."""
+
+    def write(self, picked, rows, data):
+        super().write(picked, rows, data ^ 1)
+
+
+class Straying(ArrayStore):
+    """Writes to a slot that it is not asked for, too, while there is one left."""
+
+    def write(self, picked, rows, data):
+        super().write(picked, rows, data)
+        self._data[np.flatnonzero(self._data == UNTOUCHED)[-1:]] = 0
+
+
+@pytest.mark.parametrize(("stand_in", "end"), [(Spoiling, 16), (Straying, 1)])
+def test_a_pool_that_holds_anything_but_the_tokens_fails(stand_in, end, monkeypatch):
+    """Sixteen tokens come first, a virtual block, and leave no slot to stray into; then one."""
+    monkeypatch.setattr(pd_waste_move, "ArrayStore", stand_in)
+    with pytest.raises(Internal, match=rf"tokens \[0, {end}\) .* the target's pool holds something else"):
+        main([*SMALL, "--cp", "1", "--interleaves", "16", "--tokens", "1", "--runs", "1"])
+
+
 def test_a_pull_that_fails_is_the_end(monkeypatch):
     monkeypatch.setattr(pd_waste_move, "Weighing", Silent)
     with pytest.raises(Internal, match="messages were damaged or lost"):
@@ -145,12 +170,19 @@ def test_summary_and_picture(capsys, tmp_path):
     assert "blocks, I 1, cp 4" in text and "blocks, I = B, any cp" in text and "tokens, any layout" in text
 
 
-@pytest.mark.parametrize("words", [["--tokens", "0"], ["--cp", "0"], ["--block-sizes", "x"], ["--message-bytes", "2097153"]])
-def test_refusals(words, capsys):
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--tokens", "0"], "0 is outside [1,"),
+        (["--cp", "0"], "0 is outside [1,"),
+        (["--block-sizes", "x"], "'x' is not a whole number"),
+        (["--message-bytes", "2097153"], "2097153 is outside [1, 2097152]"),
+    ],
+)
+def test_refusals(words, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
-    assert stopped.value.code == 2
-    assert "is outside" in capsys.readouterr().err or words[1] == "x"
+    assert stopped.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_rows_of_unequal_size_are_refused(capsys):

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cp_layout.cost import COST_VERSION, CostModel, Rates, StepFacts, Work, seconds
+from cp_layout.cost import CostModel, Rates, StepFacts, Work, seconds
 from cp_layout.errors import LayoutError
 from cp_layout.grid import Grid
 from cp_layout.model_shape import MlaShape, ModelShape
@@ -213,10 +213,6 @@ def test_seconds_are_the_sum_over_kinds_of_work() -> None:
 def test_unknown_dtypes_are_refused() -> None:
     with pytest.raises(LayoutError, match="int8"):
         model(kv_dtype="int8")
-
-
-def test_the_version_is_above_that_of_no_choice() -> None:
-    assert COST_VERSION >= 1
 
 
 def test_latents_that_have_come_are_expanded_where_that_is_less_work() -> None:

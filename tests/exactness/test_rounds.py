@@ -4,9 +4,7 @@ import pytest
 
 from coordinator.choice import Choice, work_of
 from coordinator.plan import DecodeMode, Gather
-from coordinator.set_maker import MERGE_ROUNDS
-from cp_layout.cost import CostModel
-from cp_layout.grid import Grid
+from coordinator.set_maker import cost_model
 from cp_wire.pb import common_pb2, rank_pb2
 from model_files import open_model
 from rank_server.attention import group_merge
@@ -38,9 +36,7 @@ def choice_of(plan: rank_pb2.StepPlan) -> Choice:
 
 def check(path, shape: Shape) -> set[Choice]:
     """Runs prompts in chunks beside decode rows, then a lone request; returns the ways that steps with rows went."""
-    files, found = open_model(path), set()
-    rounds = MERGE_ROUNDS[shape.config().merge]
-    model = CostModel.of(files.shape, Grid(shape.tp, shape.pcp, shape.dcp), 1, shape.dtype, shape.kv_dtype, rounds)
+    model, found = cost_model(open_model(path).shape, shape.config()), set()
     with cluster(path, shape) as running:
         running.generate([prompt_of(n) for n in (3, 8, 5, 30)], 4)
         running.generate([prompt_of(6)], 3)
@@ -74,7 +70,9 @@ def way_back(request, monkeypatch) -> dict[str, str]:
 def test_of_rows_that_are_dealt_out(tiny, grid, model, gather, way_back):
     found = check(tiny(**model), dealt(*grid, gather, budget=11, **way_back))
     assert {choice.decode_mode for choice in found} == {DecodeMode.OWNER}
-    assert {choice.gather for choice in found} > {Gather[gather.upper()]} - {Gather.KV_ALL}
+    # Steps of decode rows alone gather nothing else, but where latents come to all rows.
+    alone = set() if model is LATENT and gather == "kv_all" else {Gather.NONE}
+    assert {choice.gather for choice in found} == {Gather[gather.upper()]} | alone
 
 
 @pytest.mark.parametrize(

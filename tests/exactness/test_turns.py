@@ -1,3 +1,5 @@
+"""Merges that take turns leave no grid without either of them."""
+
 from types import ModuleType
 
 import pytest

@@ -5,6 +5,7 @@ import torch
 
 from rank_server.attention import group_merge
 from rank_server.attention.group_merge import APART_BYTES, merge_a2a
+from rank_server.attention.move_program import packed
 from tests.rank_server.collectives.harness import Implementation
 from tests.rank_server.threads import run_ranks
 
@@ -35,9 +36,18 @@ def test_partials_apart_are_merged_to_the_same_bits(members: Implementation, mon
         assert {group.calls for group in groups} == {1}
         return results
 
+    packings = []
+
+    def noted(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        packings.append(out.shape)
+        return packed(out, lse)
+
+    monkeypatch.setattr(group_merge, "packed", noted)
     apart = merged()
+    assert not packings
     monkeypatch.setattr(group_merge, "APART_BYTES", 1 << 40)
-    packed = merged()
-    for one, other in zip(apart, packed, strict=True):
+    together = merged()
+    assert len(packings) == n
+    for one, other in zip(apart, together, strict=True):
         assert one.shape == (rows // n, HEADS, WIDTH)
         assert torch.equal(one, other) and one.isfinite().all()
