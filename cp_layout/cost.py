@@ -17,9 +17,9 @@ and moves in its own memory, with o = h·(w_o + 1)·e_o the partial output of a 
     gather KV    (1 + 4·pieces)/P · S_q · o + (1 + 1/N) · S_ctx · w_kv·e_kv     the same of each piece; own keys out, all in
 
 (partials come back in one round; the merge ag_rs takes two, in the first of which each member has the log-sum-exps of all, N·4
-instead of 4 bytes a head). By bytes received alone gathering Q is cheaper once
-S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q (a little later for d > 1, as the new KV then goes to every rank of the DCP
-group, and where e ≠ e_kv). Both ways compute the same pairs, and balance them.
+instead of 4 bytes a head). By bytes alone gathering Q is cheaper once S_ctx > H·(w_q·e + w_o·e_o + 4)/(w_kv·e_kv) · S_q
+(a little later for d > 1, as the new KV then goes to every rank of the DCP group, and where e ≠ e_kv). Both ways compute the
+same pairs, and balance them.
 """
 
 from dataclasses import dataclass
@@ -219,22 +219,18 @@ class CostModel:
         return self.heads * (self.output_width + 1) * PARTIAL_BYTES
 
     def _returned_bytes(self, members: int) -> int:
-        """Bytes of the same as they come from one other member; members: those whose log-sum-exps come along where they are
-        merged in two rounds."""
+        """Of the same as it comes from another member. members: whose log-sum-exps come along where two rounds merge it."""
         return self.heads * (self.output_width + (members if self.merge_rounds > 1 else 1)) * PARTIAL_BYTES
 
     def _pair_flops(self, members: int) -> float:
         """Of one (query, key) pair in one layer, with the heads of so many TP members."""
         return 2.0 * self.heads * members * self.pair_width
 
-    def _own_flops(self, pairs: float, keys: int) -> float:
-        """Of this rank's heads in one layer, over keys that are all here: as they are or expanded, whatever is less."""
+    def _prefill_flops(self, facts: StepFacts) -> float:
+        """Of a replica's part of the prefill rows in a layer, over keys that are all here: as they are, or expanded if less."""
+        pairs, keys = facts.prefill_pairs / self.grid.pcp, facts.prefill_context + facts.prefill_tokens
         expanded = 2.0 * self.heads * (pairs * self.own_pair_width + keys * self.expansion)
         return min(pairs * self._pair_flops(1), expanded)
-
-    def _prefill_flops(self, facts: StepFacts) -> float:
-        """Of a replica's part of the prefill rows in one layer, over keys that are all here."""
-        return self._own_flops(facts.prefill_pairs / self.grid.pcp, facts.prefill_context + facts.prefill_tokens)
 
     def _queries_go(self, facts: StepFacts) -> Work:
         """Of one layer: queries and new KV are gathered, every shard is attended for all, partials go back and are merged."""
@@ -285,8 +281,7 @@ class CostModel:
         """Two sums of hidden states per layer."""
         if ranks == 1:
             return Work()
-        one = received(ranks, rows * self.hidden_size * self.activation_bytes)
-        return self._per_layer(Work(rounds=2, wire_bytes=2 * one))
+        return self._per_layer(Work(rounds=2, wire_bytes=2 * received(ranks, rows * self.hidden_size * self.activation_bytes)))
 
     def _everywhere(self, facts: StepFacts) -> Work:
         """Attention of rows that every replica has, each against its shard."""
