@@ -96,8 +96,8 @@ class ShmGroup(ExchangeGroup):
     def _lend(self, op: str, xs: Sequence[Tensor]) -> Sequence[Sequence[Tensor]]:
         """Others' chunks are views of their slots; nobody shows the chunk that stays. One round for all tensors."""
         total, others = sum(x.nbytes for x in xs), self.size - 1
-        empty = any(x.numel() == 0 for x in xs)  # there are no views of nothing
-        if total < LENT_BYTES or total // self.size * others > self._slot_bytes or empty:
+        # What members announce decides it, so that they can't go different ways unnoticed.
+        if total < LENT_BYTES or total // self.size * others > self._slot_bytes:
             return super()._lend(op, xs)
         if (notes := recorder()) is not None:
             notes.refuse(f"chunks that group {self.name} lends: each round has them elsewhere")
@@ -107,7 +107,7 @@ class ShmGroup(ExchangeGroup):
         lent, begin = [], 0
         for x in xs:
             chunks, chunk = list(x.unbind()), x.nbytes // self.size
-            for other in self._others:
+            for other in self._others if chunk else ():  # there are no views of nothing
                 # Behind those of the members before this one; the other's own is not among them.
                 place = self.index - (self.index > other)
                 at = segment.slot_at(self._rounds % 2, other) + begin + place * chunk
