@@ -33,13 +33,13 @@ class ClusterSpec:
     num_ranks: int
     threads_per_rank: int = 1
     max_restarts: int = 5
-    """Restarts of one rank before the cluster is given up."""
+    """Restarts of one rank in a row, none of which got through `register_s`, before the cluster is given up."""
     backoff_s: float = 0.2
     """Pause before the first restart; doubles each time."""
     listen_timeout_s: float = 120.0
     """How long the coordinator may take until it listens."""
     register_s: float = REGISTER_S
-    """How long a rank may take from its start until the coordinator knows it."""
+    """How long a rank may take from its start until the coordinator knows it; one that lives longer has settled."""
     blame_s: float = 2.0
     """After a child has gone without a word during start: how long to wait for what the coordinator says."""
     drain_s: float = 10.0
@@ -75,7 +75,7 @@ class Cluster:
         self._address = local_address(await self._announced("listening", self._spec.listen_timeout_s))
         for rank in range(self._spec.num_ranks):
             self._start_rank(rank)
-        following = [asyncio.ensure_future(self._expect(child)) for child in self._ranks.values()]
+        following: list[asyncio.Future[Any]] = [asyncio.ensure_future(self._expect(child)) for child in self._ranks.values()]
         following.append(asyncio.ensure_future(follow_loading(self._address)))
         try:
             # The coordinator bounds the rest of the start itself.
@@ -155,27 +155,33 @@ class Cluster:
         raise ClusterFailed(f"{culprit.name} failed to start: {culprit.why()}", status)
 
     async def _keep(self, rank: int) -> None:
-        """Restarts one rank as often as the spec allows."""
+        """Restarts one rank as often as the spec allows, anew each time it has settled."""
         assert self._coordinator is not None
-        for attempt in range(self._spec.max_restarts + 1):
+        attempt = 0
+        while True:
             child = self._ranks[rank]
-            await self._expect(child)
+            settled = await self._expect(child)
             await child.wait()
             child.close_stdin()
+            attempt = 0 if settled else attempt
             if attempt == self._spec.max_restarts:
                 raise ClusterFailed(f"{child.name} died again after {attempt} restarts: {child.why()}", 1)
             pause = min(MAX_BACKOFF_S, self._spec.backoff_s * 2**attempt)
-            log.warning("rank died, will restart", rank=rank, why=child.why(), attempt=attempt + 1, pause_s=pause)
+            attempt += 1
+            log.warning("rank died, will restart", rank=rank, why=child.why(), attempt=attempt, pause_s=pause)
             await asyncio.sleep(pause)
             if not self._coordinator.alive:
                 return
             self._start_rank(rank)
 
-    async def _expect(self, child: Child) -> None:
-        """Kills a rank that the coordinator does not know in time: until then nobody else sees that it is frozen."""
+    async def _expect(self, child: Child) -> bool:
+        """Kills a rank that the coordinator does not know in time: until then nobody else sees that it is frozen.
+
+        Returns whether it is known and has lived so long.
+        """
         await asyncio.wait([child.exited], timeout=self._spec.register_s)
         if not child.alive:
-            return
+            return False
         async with open_channel(self._address, "prompt") as channel:
             control = coordinator_pb2_grpc.ControlServiceStub(channel)
             while child.alive:
@@ -186,9 +192,11 @@ class Cluster:
                     log.debug("no status", why=from_rpc_error(error).message)
                     await asyncio.sleep(WATCH_RETRY_S)
                     continue
-                if child.pid not in (entry.pid for entry in status.ranks):
-                    child.condemn(f"it did not register within {self._spec.register_s:g} s")
-                return
+                if child.pid in (entry.pid for entry in status.ranks):
+                    return True
+                child.condemn(f"it did not register within {self._spec.register_s:g} s")
+                return False
+        return False
 
     async def _kill_fenced(self) -> None:
         """Kills ranks that the coordinator has given up: a frozen one holds sockets that its peers wait for."""

@@ -18,7 +18,7 @@ from cp_wire.flags import SIZES, add_cluster_flags, add_metrics_flag, check_port
 from cp_wire.host import host_identity, local_host
 from cp_wire.host_memory import available_bytes, max_kv_blocks
 from cp_wire.logs import configure_logging
-from cp_wire.side_flags import ROLES, has_sides, sides_of
+from cp_wire.side_flags import ROLES, has_sides, naming, sides_of
 from cp_wire.sides import sides_from
 from model_files import open_model
 
@@ -96,7 +96,10 @@ def cluster_spec(args: Namespace) -> ClusterSpec:
         setattr(args, name, getattr(args, name) or 1)
     model = default_model_path() if args.model is None else Path(args.model)
     shapes = sides_of(args)
-    ranks = sum(Grid(tp=side.tp, pcp=side.pcp, dcp=side.dcp, dp=side.dp).world_size for side in shapes.values())
+    ranks = 0
+    for role, side in shapes.items():
+        with naming(role):
+            ranks += Grid(tp=side.tp, pcp=side.pcp, dcp=side.dcp, dp=side.dp).world_size
     if ranks > MAX_RANKS:
         raise LayoutError(f"{ranks} ranks (dp·pcp·tp) are more than one host starts, {MAX_RANKS}")
     args.device = local_device(args.device, ranks)

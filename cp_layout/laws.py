@@ -37,9 +37,9 @@ def check_config(
     check_gather(grid, "pcp_gather", pcp_gather)
     check_gather(grid, "mla_gather", mla_gather)
     if mla_gather != "auto" and not mla:
-        raise LayoutError(f"mla_gather {mla_gather} is for latent attention, this model has {num_kv_heads} KV heads")
+        raise LayoutError(f"--mla-gather {mla_gather} is for latent attention, this model has {num_kv_heads} KV heads")
     if "auto" not in (pcp_gather, mla_gather) and pcp_gather != mla_gather:
-        raise LayoutError(f"pcp_gather {pcp_gather} and mla_gather {mla_gather} contradict one another")
+        raise LayoutError(f"--pcp-gather {pcp_gather} and --mla-gather {mla_gather} contradict one another")
 
 
 def check_layout(grid: Grid, layout: Layout, *, kv_tokens_per_rank: int | None = None) -> None:

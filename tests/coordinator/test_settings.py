@@ -60,7 +60,7 @@ def test_j5_what_was_asked_for_is_kept():
         ({"dtype": "int8"}, "int8"),
         ({"pcp": 2, "pcp_gather": "q"}, "pcp_gather q with pcp 2.*dcp 1"),
         ({"pcp": 2, "dcp": 2, "pcp_gather": "both"}, "'both' is not one of auto, q, kv"),
-        ({"tp": 2, "mla_gather": "kv"}, "mla_gather kv is for latent attention"),
+        ({"tp": 2, "mla_gather": "kv"}, "--mla-gather kv is for latent attention"),
         ({"kv_cache_dtype": "int8"}, "kv_cache_dtype int8"),
     ],
 )

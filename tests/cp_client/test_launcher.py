@@ -241,6 +241,38 @@ async def test_m4_a_rank_that_keeps_dying_ends_the_cluster(tmp_path):
             await asyncio.wait_for(running.supervision, DEADLINE_S)
 
 
+async def test_a_rank_that_had_settled_has_all_restarts_again(monkeypatch):
+    cluster = Cluster(spec(1, backoff_s=0.0, max_restarts=1))
+    cluster._coordinator = Child("coordinator", ("sleep", "60"), child_environment(1))
+    settled, started = iter([False, True, True, False]), []
+
+    async def expect(child):
+        return next(settled)
+
+    def start(rank):
+        started.append(rank)
+        cluster._ranks[rank] = Child("rank 0", ("false",), child_environment(1))
+
+    monkeypatch.setattr(cluster, "_expect", expect)
+    monkeypatch.setattr(cluster, "_start_rank", start)
+    start(0)
+    try:
+        with pytest.raises(ClusterFailed, match="rank 0 died again after 1 restarts: exited with status 1"):
+            await asyncio.wait_for(cluster._keep(0), DEADLINE_S)
+    finally:
+        await cluster.stop()
+    assert len(started) == 4
+
+
+async def test_a_rank_that_is_known_has_settled():
+    async with started(register_s=REGISTER_S) as running:
+        child = running.cluster._ranks[0]
+        assert await running.cluster._expect(child)
+        child.send(signal.SIGKILL)
+        await child.wait()
+        assert not await running.cluster._expect(child)
+
+
 async def test_the_end_of_the_coordinator_ends_the_cluster():
     async with started() as running:
         pids = await running.pids()

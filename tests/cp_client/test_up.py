@@ -89,6 +89,7 @@ def test_sides_of_the_bundled_model_have_its_shape_where_they_have_room_for_it(m
             ["--prefill-ranks", "3", "--prefill.tp", "3", "--decode-ranks", "1"],
             "prefill side: 4 Q heads cannot be cut over tp 3",
         ),
+        ([*SIDES, "--decode.dcp", "2"], "decode side: tp 1 must be a multiple of d = 2"),
         (["--prefill.tp", "2"], "--prefill.tp 2 is for a side of its own"),
     ],
 )

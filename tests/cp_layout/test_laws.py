@@ -91,9 +91,9 @@ def test_a_forced_gather_of_latents_needs_latents_and_agrees_with_that_over_repl
             check(grid, 8, 1, mla=True, mla_gather=gather)
             check(grid, 8, 1, mla=True, mla_gather=gather, pcp_gather=gather)
     for gather in ("q", "kv"):
-        with pytest.raises(LayoutError, match=f"mla_gather {gather} is for latent attention, this model has 2 KV heads"):
+        with pytest.raises(LayoutError, match=f"--mla-gather {gather} is for latent attention, this model has 2 KV heads"):
             check(Grid(4, 2, 4), 8, 2, mla_gather=gather)
-    with pytest.raises(LayoutError, match="pcp_gather q and mla_gather kv contradict one another"):
+    with pytest.raises(LayoutError, match="--pcp-gather q and --mla-gather kv contradict one another"):
         check(Grid(4, 2, 4), 8, 1, mla=True, pcp_gather="q", mla_gather="kv")
     with pytest.raises(LayoutError, match="mla_gather q with pcp 2 needs dcp 2"):
         check(Grid(4, 2, 1), 8, 1, mla=True, mla_gather="q")
