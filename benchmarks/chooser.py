@@ -31,6 +31,8 @@ from model_files import open_model
 
 WAYS = ("q", "kv")
 AUTO = "auto"
+CONTEXT_UNIT = 32
+"""Tokens of a virtual block of the clusters: the prefix cache holds whole ones."""
 TOLERANCE = 1.10
 """Times the better way that a right choice may take."""
 GATHERS = {common_pb2.GATHER_Q: "q", common_pb2.GATHER_KV: "kv"}
@@ -55,11 +57,14 @@ class Taken:
 
 
 def grid(text: str) -> list[Cell]:
-    """From S_q,…xS_ctx,…: all pairs, ascending; raises ArgumentTypeError."""
+    """From S_q,…xS_ctx,…: all pairs, ascending; ArgumentTypeError where it is none, or an S_ctx no prefix that is cached."""
     parts = text.split("x")
     if len(parts) != 2:
         raise ArgumentTypeError(f"{text!r} is not S_q,…xS_ctx,… such as 32,512x0,1024")
     new, contexts = (sorted(set(integers(minimum)(part))) for minimum, part in zip((1, 0), parts, strict=True))
+    odd = [context for context in contexts if context % CONTEXT_UNIT]
+    if odd:
+        raise ArgumentTypeError(f"{odd[0]} cached tokens are not a multiple of {CONTEXT_UNIT}")
     return [Cell(*pair) for pair in product(new, contexts)]
 
 
@@ -122,7 +127,7 @@ def ask(client: Client, cell: Cell, prompt: Sequence[int]) -> tuple[float, str]:
     if done.usage.cached_tokens != cell.context or sum(counts.values()) != 1:
         raise SystemExit(
             f"{cell.new} tokens after {cell.context} were computed in {sum(counts.values())} steps "
-            f"after {done.usage.cached_tokens} cached tokens: contexts have to be multiples of 32 and fit into the pool"
+            f"after {done.usage.cached_tokens} cached tokens: contexts have to fit into the pool"
         )
     (gathered,) = counts
     return 1000 * (after.step_times.total_rank_s - before.step_times.total_rank_s), gathered
@@ -217,15 +222,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     flags.add_argument(
         "--grid", type=grid, default="32,128,512x0,512,1024,2048,4096", metavar="S_q,…xS_ctx,…",
-        help="new and cached tokens, the latter multiples of 32 (default: %(default)s)",
+        help=f"new and cached tokens, the latter multiples of {CONTEXT_UNIT} (default: %(default)s)",
     )  # fmt: skip
     flags.add_argument("--runs", type=integer(1), default=7, help="measurements of each cell and way (default: 7)")
     args = flags.parse_args(argv)
+    if args.plot is not None and not any(cell.context for cell in args.grid):
+        flags.error("--plot draws over cached tokens, and --grid has none")
     found, predicted, rates = found_and_predicted(default_model_path(), args.grid, args.runs, WORDS)
     rows = rows_of(found, predicted)
     share = sum(row["right"] for row in rows) / len(rows)
-    if args.plot is not None:
-        plot(found, predicted, args.plot)
     document = {
         "benchmark": "chooser",
         "machine": machine(),
@@ -235,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "crossovers": crossovers(found, predicted),
         "right": round(share, 4),
     }
-    report(args, document, summary(document))
+    report(args, document, summary(document), lambda path: plot(found, predicted, path))
     return 0
 
 

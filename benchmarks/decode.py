@@ -71,8 +71,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                 for client, results in zip(clients, runs, strict=True):
                     results[context].append(measure(client, context, args.new_tokens, salt="runs"))
     entries, *others = map(entries_of, runs)
-    if args.plot is not None:
-        plot(entries, args.plot)
     document = {
         "benchmark": "decode",
         "machine": machine(),
@@ -86,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         document["against"] = {"up": args.against, "contexts": against, "tpot_ratios": ratios(entries, against)}
         lines += summary(args.against, against, args)
         lines += [f"context {context:>6}: × {ratio:.2f} of its time per token" for context, ratio in ratios(entries, against)]
-    report(args, document, lines)
+    report(args, document, lines, lambda path: plot(entries, path))
     return 0
 
 

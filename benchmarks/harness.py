@@ -6,7 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
-from argparse import ArgumentParser, Namespace
+from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -23,6 +23,8 @@ from cp_wire.errors import KvloomError
 from cp_wire.flags import integer
 
 STOP_S = 30.0
+REFERENCES = ("transformers", "accelerate")
+"""Packages that write seeded models and that ranks are compared with; the product needs neither."""
 
 
 def parser(name: str, what: str, plot: str | None = None) -> ArgumentParser:
@@ -30,15 +32,28 @@ def parser(name: str, what: str, plot: str | None = None) -> ArgumentParser:
     result = CommandParser(prog=f"kvloom bench {name}", description=what)
     result.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
     if plot is not None:
-        result.add_argument("--plot", type=Path, metavar="FILE", help=f"also draw {plot} as an SVG picture")
+        result.add_argument("--plot", type=picture, metavar="FILE", help=f"also draw {plot} as an SVG picture")
     return result
+
+
+def picture(text: str) -> Path:
+    """Parser of where a picture goes; ArgumentTypeError where it could not be written, before anything is measured for it."""
+    path = Path(text)
+    if os.path.isdir(path):
+        raise ArgumentTypeError(f"{text!r} is a directory, not a file to draw to")
+    if os.path.exists(path):
+        if not os.access(path, os.W_OK):
+            raise ArgumentTypeError(f"{text!r} cannot be written")
+    elif not (os.path.isdir(path.parent) and os.access(path.parent, os.W_OK | os.X_OK)):
+        raise ArgumentTypeError(f"{text!r} cannot be made: '{path.parent}' is not a directory that can be written to")
+    return path
 
 
 def run_benchmark(main: Callable[[], int]) -> int:
     """The exit status of a benchmark's `main`, ended as `guarded` says.
 
     What a cluster answers instead of a result is the last line on stderr, `fatal: MESSAGE`: status 2 where it refuses what was
-    asked for, such as a prompt beyond the model's length, 1 where it fails.
+    asked for, such as a prompt beyond the model's length, 1 where it fails. So is one of REFERENCES that is not installed: 1.
     """
 
     def reported() -> int:
@@ -46,13 +61,18 @@ def run_benchmark(main: Callable[[], int]) -> int:
             return main()
         except KvloomError as error:
             return process.report(error)
+        except ModuleNotFoundError as error:
+            if error.name not in REFERENCES:
+                raise
+            print(f"fatal: {error.name} is not installed: pip install -e '.[dev]' brings it", file=sys.stderr, flush=True)
+            return process.FAILED
 
     return guarded(reported)
 
 
-def integers(minimum: int) -> Callable[[str], list[int]]:
-    """Parser of comma-separated whole numbers that are at least `minimum`."""
-    one = integer(minimum)
+def integers(minimum: int, maximum: int | None = None) -> Callable[[str], list[int]]:
+    """Parser of comma-separated whole numbers that are at least `minimum`, and at most `maximum` if there is one."""
+    one = integer(minimum) if maximum is None else integer(minimum, maximum)
     return lambda text: [one(word) for word in text.split(",")]
 
 
@@ -98,6 +118,10 @@ def _cpuinfo() -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
-def report(args: Namespace, document: Mapping[str, Any], lines: Sequence[str]) -> None:
-    """Prints the document, or its summary for people."""
-    print(json.dumps(document, indent=2) if args.json else "\n".join(lines))
+def report(
+    args: Namespace, document: Mapping[str, Any], lines: Sequence[str], draw: Callable[[Path], None] | None = None
+) -> None:
+    """Prints the document, or its summary for people; then draws the picture, if `--plot` asks for it."""
+    print(json.dumps(document, indent=2) if args.json else "\n".join(lines), flush=True)
+    if draw is not None and args.plot is not None:
+        draw(args.plot)

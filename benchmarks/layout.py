@@ -60,8 +60,6 @@ def main(argv: Sequence[str] | None = None) -> int:
                     / shards
                 )
             rows.append({"shards": shards, "interleave": interleave, "lengths": f"1–{12 * size}", "per_shard": spread(ratios)})
-    if args.plot is not None:
-        plot(rows, args.plot)
     document = {"benchmark": "layout", "machine": machine(), "block_size": size, "blocks_per_shard": BLOCKS, "rows": rows}
     lines = [f"block size {size}, {BLOCKS} blocks per shard, {args.seeds} seeds: capacity ÷ (N × one shard's)"]
     lines += [
@@ -69,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"({row['per_shard']['min']:.3f}–{row['per_shard']['max']:.3f})"
         for row in rows
     ]
-    report(args, document, lines)
+    report(args, document, lines, lambda path: plot(rows, path))
     return 0
 
 

@@ -25,6 +25,7 @@ from rank_server.attention.context import ContextUse, runs_of
 
 DC, DR, DN, DV, HEADS = 512, 64, 128, 128, 16
 VOCABULARY = 1024
+POSITIONS = 1 << 17
 WORDS = range(1, VOCABULARY)
 PARTS = ("decode", "copies", "gathers")
 NEW_TOKENS = 8
@@ -41,7 +42,7 @@ def write_model(directory: Path) -> Path:
         num_attention_heads=HEADS,
         num_key_value_heads=HEADS,
         vocab_size=VOCABULARY,
-        max_position_embeddings=1 << 17,
+        max_position_embeddings=POSITIONS,
         q_lora_rank=None,
         kv_lora_rank=DC,
         qk_nope_head_dim=DN,
@@ -129,10 +130,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmark; returns the exit status."""
     flags = parser("mla", "latent attention: a decode step against transformers, gathered latents in order, the two gathers")
     flags.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="what to measure (default: everything)")
-    flags.add_argument("--context", type=integer(1), default=8128, help="tokens before the decode step (default: 8128)")
+    longest = POSITIONS - NEW_TOKENS
+    flags.add_argument(
+        "--context", type=integer(1, longest), default=8128, help="tokens before the decode step (default: 8128)"
+    )
     flags.add_argument(
         "--grid", type=chooser.grid, default="32,256x128,512,1024,2048,4096", metavar="S_q,…xS_ctx,…",
-        help="new and cached tokens of the gathers, the latter multiples of 32 (default: %(default)s)",
+        help=f"new and cached tokens of the gathers, the latter multiples of {chooser.CONTEXT_UNIT} (default: %(default)s)",
     )  # fmt: skip
     flags.add_argument("--runs", type=integer(1), default=3, help="measurements of each (default: 3)")
     flags.add_argument("--threads", type=integer(1), default=2, help="threads of a lone rank and of transformers (default: 2)")

@@ -20,10 +20,12 @@ import uvloop
 from benchmarks.harness import integers, machine, parser, report, run_benchmark, spread
 from benchmarks.pd_waste_move import Traffic, move, target_of
 from benchmarks.plot import line_chart
+from cp_client.explain_transfer import MAX_TOKENS
 from cp_layout.interleave import Layout
 from cp_layout.packing import Packing
 from cp_layout.reshard import token_runs
 from cp_layout.waste import Sent, token_exact, whole_blocks, whole_virtual_blocks
+from cp_wire.channels import MAX_MESSAGE_BYTES as CARRIED_BYTES
 from cp_wire.flags import integer
 from kv_transfer.framing import frame_bytes
 from kv_transfer.source import MAX_MESSAGE_BYTES
@@ -104,7 +106,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     block = max(row["block_size"] for row in rows)
     series: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
-        if row["block_size"] == block and row["cp"] > 1:
+        if row["block_size"] == block:
             for unit in UNITS[1:]:
                 if unit == "token_exact":
                     name = "tokens, any layout"
@@ -120,8 +122,10 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def lines(rows: Sequence[dict[str, Any]], args: Namespace) -> list[str]:
     """The summary for people."""
+    row_bytes = args.bytes_per_token // args.planes
     head = [
-        f"{args.bytes_per_token} bytes per token, {args.planes} rows each, in messages of at most {args.message_bytes} bytes",
+        f"{args.bytes_per_token} bytes per token, {args.planes} rows each, in messages of at most {args.message_bytes} bytes"
+        + (f", but of a row of {row_bytes} at least" if row_bytes > args.message_bytes else ""),
         "by unit: waste, messages, KiB on the wire (serialised FetchResponse messages: payload, header, framing; not the "
         "handshake, HTTP/2 or TCP),",
         f"and ms where it was moved as well as counted, with the same result: median of {args.runs}, both ends in one process",
@@ -146,7 +150,7 @@ def flags_of() -> ArgumentParser:
     """All flags."""
     flags = parser("pd-waste", "what a transfer sends beyond its tokens", plot="the waste")
     lists = integers(1)
-    flags.add_argument("--tokens", type=lists, default=TOKENS, help="prompt lengths, comma-separated")
+    flags.add_argument("--tokens", type=integers(1, MAX_TOKENS), default=TOKENS, help="prompt lengths, comma-separated")
     flags.add_argument("--block-sizes", type=lists, default=[16, 128], help="tokens per block (default: 16,128)")
     flags.add_argument("--cp", type=lists, default=[1, 2, 4, 8], help="KV shards of the prefill side (default: 1,2,4,8)")
     flags.add_argument(
@@ -172,17 +176,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.planes = args.planes or gcd(PLANES, args.bytes_per_token)
     if args.bytes_per_token % args.planes:
         flags.error(f"--bytes-per-token {args.bytes_per_token} is not a multiple of --planes {args.planes}")
-    rows = [
-        row
+    least, carried = frame_bytes(args.bytes_per_token // args.planes), CARRIED_BYTES["data"]
+    if least > carried:
+        flags.error(
+            f"--bytes-per-token {args.bytes_per_token} in --planes {args.planes} makes messages of {least} bytes: "
+            f"a connection carries {carried}"
+        )
+    layouts = [
+        Layout(cp, interleave, block)
         for block in args.block_sizes
         for cp in args.cp
         for interleave in (args.interleaves or sorted({1, block}) if cp > 1 else [block])
         if block % interleave == 0
-        for row in measure(args, Layout(cp, interleave, block))
     ]
-    if args.plot is not None:
-        plot(rows, args.plot)
-    report(args, {"benchmark": "pd-waste", "machine": machine(), "rows": rows}, lines(rows, args))
+    if not layouts:
+        said = (",".join(map(str, numbers)) for numbers in (args.interleaves, args.block_sizes))
+        flags.error("no number of --interleaves {} divides one of --block-sizes {}".format(*said))
+    rows = [row for layout in layouts for row in measure(args, layout)]
+    document = {"benchmark": "pd-waste", "machine": machine(), "rows": rows}
+    report(args, document, lines(rows, args), lambda path: plot(rows, path))
     return 0
 
 

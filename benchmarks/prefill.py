@@ -127,10 +127,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             for (tokens, way), each in taken.items():
                 each.take(clients[way], tokens, next(salts))
     rows = rows_of(taken)
-    if args.plot is not None:
-        plot(rows, args.pcp, args.plot)
     document = {"benchmark": "prefill", "machine": machine(), "pcp": args.pcp, "up": args.up, "runs": args.runs, "rows": rows}
-    report(args, document, lines(rows, args))
+    report(args, document, lines(rows, args), lambda path: plot(rows, args.pcp, path))
     return 0
 
 

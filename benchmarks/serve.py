@@ -150,8 +150,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         ask = asking(client, args.new_tokens)
         warm_up(ask, args.prompts, args.vocabulary, salt)
         rows = rows_of(measure(ask, levels, args, salt))
-    if args.plot is not None:
-        plot(rows, args.plot)
     document = {
         "benchmark": "serve",
         "machine": machine(),
@@ -160,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{name: getattr(args, name) for name in ("requests", "new_tokens", "runs", "vocabulary")},
         "rows": rows,
     }
-    report(args, document, lines(rows, args))
+    report(args, document, lines(rows, args), lambda path: plot(rows, path))
     return DONE if all(row["answered"] for row in rows) else FAILED
 
 

@@ -144,8 +144,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         uvloop.run({"serve": serve, "take": take}[args.end](args))
         return 0
     rows = asyncio.run(measure(args, words))  # uvloop gives no process a group of its own
-    if args.plot is not None:
-        plot(rows, args.plot)
     document = {"benchmark": "transfer", "machine": machine(), "payload_bytes": payload_of(args), "rows": rows}
     lines = [
         f"{payload_of(args)} bytes, {args.runs} runs in turn: median (range) in GiB/s, times the bare stream, times the same "
@@ -157,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"  {row['source_cpu_us_per_mib']} {row['target_cpu_us_per_mib']}"
         for row in rows
     ]
-    report(args, document, lines)
+    report(args, document, lines, lambda path: plot(rows, path))
     return 0
 
 

@@ -31,7 +31,7 @@ def test_a_grid_is_all_pairs_ascending():
     assert grid("64,32x0,128,0") == [Cell(32, 0), Cell(32, 128), Cell(64, 0), Cell(64, 128)]
 
 
-@pytest.mark.parametrize("text", ["32", "32x0x1", "0x0", "32x-1", "ax0", ""])
+@pytest.mark.parametrize("text", ["32", "32x0x1", "0x0", "32x-1", "ax0", "", "32x32,48"])
 def test_a_grid_that_is_none_is_refused(text):
     with pytest.raises(ArgumentTypeError):
         grid(text)

@@ -1,8 +1,10 @@
 """What the benchmark of latent attention computes from its measurements."""
 
+import pytest
+
 from benchmarks import mla
 from benchmarks.chooser import Cell, Taken
-from benchmarks.mla import DC, DR, NEW_TOKENS, WORDS, reorganisation, write_model
+from benchmarks.mla import DC, DR, NEW_TOKENS, POSITIONS, WORDS, reorganisation, write_model
 from cp_layout.cost import Rates
 from model_files import open_model
 
@@ -47,3 +49,17 @@ def test_only_the_parts_that_are_asked_for_are_measured(monkeypatch, tmp_path, c
 def test_the_model_is_one_that_a_rank_opens(tmp_path) -> None:  # type: ignore[no-untyped-def]
     shape = open_model(write_model(tmp_path)).shape
     assert (shape.kv_bytes_per_token(1, "bfloat16"), shape.moe) == (4 * (DC + DR) * 2, None)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--grid", "8x64,100"], "100 cached tokens are not a multiple of 32"),
+        (["--context", str(POSITIONS - NEW_TOKENS + 1)], f"{POSITIONS - NEW_TOKENS + 1} is outside [1,"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_once(words, said, monkeypatch, capsys) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr(mla, "write_model", lambda directory: pytest.fail("a model was written"))
+    with pytest.raises(SystemExit) as stopped:
+        mla.main(words)
+    assert stopped.value.code == 2 and said in capsys.readouterr().err

@@ -177,12 +177,39 @@ def test_summary_and_picture(capsys, tmp_path):
         (["--cp", "0"], "0 is outside [1,"),
         (["--block-sizes", "x"], "'x' is not a whole number"),
         (["--message-bytes", "2097153"], "2097153 is outside [1, 2097152]"),
+        (["--tokens", "1,4194305"], "4194305 is outside [1, 4194304]"),
+        (
+            ["--cp", "4", "--block-sizes", "16,32", "--interleaves", "3,5"],
+            "no number of --interleaves 3,5 divides one of --block-sizes 16,32",
+        ),
+        (
+            # Two more bytes say the length of such a payload: 8 MiB + 1 less FRAMING + 2, twice.
+            ["--bytes-per-token", "16777060", "--planes", "2"],
+            "--bytes-per-token 16777060 in --planes 2 makes messages of 8388609 bytes: a connection carries 8388608 ",
+        ),
     ],
 )
 def test_refusals(words, said, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(words)
     assert stopped.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_one_shard_wastes_the_rest_of_its_last_block(tmp_path):
+    picture = tmp_path / "waste.svg"
+    assert main(["--tokens", "16,100", "--cp", "1", "--block-sizes", "16", "--move-mib", "0", "--plot", str(picture)]) == 0
+    text = "".join(xml.etree.ElementTree.parse(picture).getroot().itertext())
+    assert "blocks, I = B, any cp" in text and "tokens, any layout" in text and "blocks, I 16" not in text
+
+
+def test_messages_of_the_largest_row_arrive_and_are_told(capsys):
+    words = ["--tokens", "1", "--cp", "1", "--block-sizes", "1", "--planes", "1", "--runs", "1"]
+    assert main([*words, "--bytes-per-token", "8388529"]) == 0
+    head, *_, row = capsys.readouterr().out.splitlines()
+    assert head.endswith("in messages of at most 1048576 bytes, but of a row of 8388529 at least")
+    assert row.split()[-1] != "–"
+    assert main([*words, "--bytes-per-token", "1048576"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("in messages of at most 1048576 bytes")
 
 
 def test_rows_of_unequal_size_are_refused(capsys):
