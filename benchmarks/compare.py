@@ -8,6 +8,7 @@ and then token by token with its default cache. Ratios are those of the medians.
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +27,8 @@ Generate = Callable[[Sequence[int], int], tuple[float, list[float]]]
 
 def of_transformers(path: Path) -> Generate:
     """Greedy generation by the reference implementation."""
+    if path.suffix == ".gguf":
+        import_module("accelerate")  # transformers says by a ValueError, and late, that it lacks it
     from transformers import AutoModelForCausalLM, DynamicCache
 
     where = {"gguf_file": path.name} if path.suffix == ".gguf" else {}

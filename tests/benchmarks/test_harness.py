@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from benchmarks import chooser, layout, plot, seeded
+from benchmarks import chooser, compare, layout, plot, seeded
 from benchmarks.harness import parser, report, run_benchmark
 
 
@@ -69,6 +69,12 @@ def test_a_package_to_compare_with_that_is_absent_is_named(monkeypatch, tmp_path
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert run_benchmark(lambda: bool(seeded.write(tmp_path, "llama"))) == 1
     assert capsys.readouterr().err == "fatal: transformers is not installed: pip install -e '.[dev]' brings it\n"
+
+
+def test_a_gguf_file_is_compared_only_with_accelerate(monkeypatch, tmp_path, capsys):
+    monkeypatch.setitem(sys.modules, "accelerate", None)
+    assert run_benchmark(lambda: bool(compare.of_transformers(tmp_path / "m.gguf"))) == 1
+    assert capsys.readouterr().err == "fatal: accelerate is not installed: pip install -e '.[dev]' brings it\n"
 
 
 def test_any_other_module_that_is_absent_is_a_fault():
