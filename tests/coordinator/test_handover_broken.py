@@ -11,12 +11,9 @@ from coordinator.pd_work import PdWork
 from coordinator.rank_link import RankLink
 from coordinator.transfer_stats import TransferStats
 from cp_wire import errors
-from cp_wire.pb import rank_pb2
 from tests.coordinator.fake_rank import continuation
+from tests.coordinator.handover import FINAL, PROMPT
 from tests.coordinator.harness import FAST, Harness, cluster, eventually
-
-PROMPT = [*range(1, 40)]
-FINAL = rank_pb2.PullFailure(reason="LEASE_ENDED", message="expired", transient=False)
 
 
 def faulty(monkeypatch: pytest.MonkeyPatch, owner: object, name: str, times: int = 1) -> list[int]:
