@@ -7,8 +7,9 @@ from typing import Self, TypeVar, Unpack
 
 from cp_client.events import Completion, Event, Reader, join
 from cp_client.request import DRAIN_MARGIN_S, GENERATE_TIMEOUT_S, UNARY_TIMEOUT_S, Options, generate_request
+from cp_client.unanswered import error_of
 from cp_wire.channels import open_channel
-from cp_wire.errors import Cancelled, RpcError, from_rpc_error
+from cp_wire.errors import Cancelled, RpcError
 from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc
 
 T = TypeVar("T")
@@ -18,8 +19,13 @@ class AsyncStream:
     """Events of one request, in order; the last one has a `finish_reason`. Closing it early cancels the request."""
 
     def __init__(
-        self, stub: coordinator_pb2_grpc.InferenceServiceStub, request: coordinator_pb2.GenerateRequest, timeout: float
+        self,
+        stub: coordinator_pb2_grpc.InferenceServiceStub,
+        request: coordinator_pb2.GenerateRequest,
+        target: str,
+        timeout: float,
     ) -> None:
+        self._target, self._timeout = target, timeout
         self._reader = Reader()
         self._call = stub.Generate(request, timeout=timeout)
         self._responses = aiter(self._call)
@@ -54,7 +60,7 @@ class AsyncStream:
                 raise StopAsyncIteration from None
             raise Cancelled("the client was closed") from None
         except RpcError as error:
-            raise from_rpc_error(error) from None
+            raise error_of(error, self._target, self._timeout, begun=bool(self._reader.request_id)) from None
         return event
 
     async def aclose(self) -> None:
@@ -78,6 +84,7 @@ class AsyncClient:
     """
 
     def __init__(self, target: str) -> None:
+        self._target = target
         self._channel = open_channel(target, "prompt")
         self._inference = coordinator_pb2_grpc.InferenceServiceStub(self._channel)
         self._control = coordinator_pb2_grpc.ControlServiceStub(self._channel)
@@ -89,7 +96,7 @@ class AsyncClient:
 
         `timeout` in seconds bounds the whole request.
         """
-        return AsyncStream(self._inference, generate_request(prompt, **options), timeout)
+        return AsyncStream(self._inference, generate_request(prompt, **options), self._target, timeout)
 
     async def complete(
         self, prompt: str | None = None, *, timeout: float = GENERATE_TIMEOUT_S, **options: Unpack[Options]
@@ -100,21 +107,24 @@ class AsyncClient:
 
     async def abort(self, request_id: str, *, timeout: float = UNARY_TIMEOUT_S) -> None:
         """Ends an active request; its stream ends with finish reason `abort`."""
-        await _answer(self._inference.Abort(coordinator_pb2.AbortRequest(request_id=request_id), timeout=timeout))
+        call = self._inference.Abort(coordinator_pb2.AbortRequest(request_id=request_id), timeout=timeout)
+        await self._answer(call, timeout)
 
     async def status(self, *, last_steps: int = 0, timeout: float = UNARY_TIMEOUT_S) -> coordinator_pb2.GetStatusResponse:
         """Ranks, groups, queue lengths and the effective configuration; see `Client.status`."""
         request = coordinator_pb2.GetStatusRequest(last_steps=last_steps)
-        return await _answer(self._control.GetStatus(request, timeout=timeout))
+        return await self._answer(self._control.GetStatus(request, timeout=timeout), timeout)
 
     async def config(self, *, timeout: float = UNARY_TIMEOUT_S) -> common_pb2.ClusterConfig:
         """The effective configuration; see `Client.config`."""
-        return (await _answer(self._control.GetConfig(coordinator_pb2.GetConfigRequest(), timeout=timeout))).config
+        call = self._control.GetConfig(coordinator_pb2.GetConfigRequest(), timeout=timeout)
+        return (await self._answer(call, timeout)).config
 
     async def drain(self, deadline_s: float = 30.0) -> int:
         """Stops admission, waits up to `deadline_s` for the accepted requests; returns how many were ended early."""
         request = coordinator_pb2.DrainRequest(deadline_ms=round(deadline_s * 1000))
-        return (await _answer(self._control.Drain(request, timeout=deadline_s + DRAIN_MARGIN_S))).ended
+        timeout = deadline_s + DRAIN_MARGIN_S
+        return (await self._answer(self._control.Drain(request, timeout=timeout), timeout)).ended
 
     async def close(self) -> None:
         """Cancels what is running and closes the connection."""
@@ -128,16 +138,15 @@ class AsyncClient:
     ) -> None:
         await self.close()
 
-
-async def _answer(call: Awaitable[T]) -> T:
-    try:
-        return await call
-    except asyncio.CancelledError:
-        if _this_task_is_cancelled():
-            raise
-        raise Cancelled("the client was closed") from None
-    except RpcError as error:
-        raise from_rpc_error(error) from None
+    async def _answer(self, call: Awaitable[T], timeout: float) -> T:
+        try:
+            return await call
+        except asyncio.CancelledError:
+            if _this_task_is_cancelled():
+                raise
+            raise Cancelled("the client was closed") from None
+        except RpcError as error:
+            raise error_of(error, self._target, timeout) from None
 
 
 def _this_task_is_cancelled() -> bool:

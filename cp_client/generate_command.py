@@ -68,7 +68,7 @@ def generate(args: Namespace) -> int:
             else:
                 _print_text(stream)
     except KvloomError as error:
-        print(f"kvloom: {_of_empty_prompt(error, args, text) or sentence(error, args)}", file=sys.stderr)
+        print(f"kvloom: {_of_empty_prompt(error, args, text) or sentence(error)}", file=sys.stderr)
         return REFUSED if isinstance(error, _REFUSALS) else FAILED
     return DONE
 

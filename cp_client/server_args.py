@@ -1,7 +1,7 @@
 """Arguments of the commands that ask a running cluster, and what they say when it does not answer."""
 
 import math
-from argparse import ArgumentParser, ArgumentTypeError, Namespace
+from argparse import ArgumentParser, ArgumentTypeError
 
 from cp_wire.errors import DeadlineExceeded, KvloomError
 
@@ -21,10 +21,10 @@ def add_server_arguments(parser: ArgumentParser, timeout_s: float) -> None:
     )
 
 
-def sentence(error: KvloomError, args: Namespace) -> str:
+def sentence(error: KvloomError) -> str:
     """What to tell about a failed call."""
     if isinstance(error, DeadlineExceeded) and not error.is_told:
-        return f"no whole answer from {args.target} within {args.timeout:g} s (--timeout)"
+        return f"{error.message} (--timeout)"
     return error.message
 
 

@@ -27,7 +27,7 @@ def status(args: Namespace) -> int:
         with Client(args.target) as client:
             facts = plain(client.status(timeout=args.timeout))
     except KvloomError as error:
-        print(f"kvloom: {sentence(error, args)}", file=sys.stderr)
+        print(f"kvloom: {sentence(error)}", file=sys.stderr)
         return FAILED
     if args.json:
         print(json.dumps(facts))

@@ -1,8 +1,9 @@
 """The public services with scripted answers, on a server that runs in a thread of its own."""
 
 import asyncio
+import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from cp_wire.errors import Unknown, abort
 from cp_wire.pb import common_pb2
@@ -60,7 +61,7 @@ class FakeCoordinator(rpc.InferenceServiceServicer, rpc.ControlServiceServicer):
 
 @contextmanager
 def running(servicer):
-    """HOST:PORT of a server for `servicer`, in a thread with its own event loop."""
+    """HOST:PORT of a server for `servicer` (None: of one that is no coordinator), in a thread with its own event loop."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
@@ -70,8 +71,9 @@ def running(servicer):
 
     async def start():
         server = Server("127.0.0.1", 0, "prompt")
-        server.add(rpc.add_InferenceServiceServicer_to_server, servicer, "kvloom.v1.InferenceService")
-        server.add(rpc.add_ControlServiceServicer_to_server, servicer, "kvloom.v1.ControlService")
+        if servicer is not None:
+            server.add(rpc.add_InferenceServiceServicer_to_server, servicer, "kvloom.v1.InferenceService")
+            server.add(rpc.add_ControlServiceServicer_to_server, servicer, "kvloom.v1.ControlService")
         return server, await server.start()
 
     server, address = call(start())
@@ -82,6 +84,43 @@ def running(servicer):
         loop.call_soon_threadsafe(loop.stop)
         thread.join(DEADLINE_S)
         loop.close()
+
+
+class Cable:
+    """HOST:PORT that leads to `address` over connections that can be cut, as when the process behind it is killed."""
+
+    def __init__(self, address):
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self._sockets = [self._listener]
+        self._threads = [threading.Thread(target=self._accept, args=(address,))]
+        self.target = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._threads[0].start()
+
+    def cut(self):
+        """Ends all connections, and takes no more."""
+        for each in self._sockets:
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        for thread in list(self._threads):
+            thread.join(DEADLINE_S)
+        for each in self._sockets:
+            each.close()
+
+    def _accept(self, address):
+        host, port = address.split(":")
+        with suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection((host, int(port)))
+                self._sockets += [near, far]
+                for ends in ((near, far), (far, near)):
+                    self._threads.append(threading.Thread(target=self._pump, args=ends))
+                    self._threads[-1].start()
+
+    def _pump(self, source, sink):
+        with suppress(OSError):
+            while data := source.recv(65536):
+                sink.sendall(data)
 
 
 def accepted(request_id="r1", seed=7):

@@ -286,11 +286,11 @@ def test_status_says_what_moved_between_the_sides(fake, target, capsys):
     assert document["transfers"]["recomputed"] == [{"cause": "UNAVAILABLE", "requests": 2}]
 
 
-def test_status_of_nobody(capsys):
-    assert main(["status", "--target", "127.0.0.1:1", "--json"]) == 1
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.startswith("kvloom: ")
+@pytest.mark.parametrize("words", [["status", "--json"], ["generate", "hi"]], ids=" ".join)
+def test_a_command_that_nobody_answers(words, capsys):
+    assert main([*words, "--target", "127.0.0.1:1"]) == 1
+    said = "kvloom: no kvloom coordinator answers at 127.0.0.1:1: is it running? `kvloom up` starts one\n"
+    assert capsys.readouterr() == ("", said)
 
 
 def test_an_unset_enum_is_said_so():

@@ -8,7 +8,7 @@ import grpc
 import pytest
 
 from cp_client import AsyncClient, Client, errors
-from tests.cp_client.fake_coordinator import DEADLINE_S, WHOLE, FakeCoordinator, accepted, running, tokens
+from tests.cp_client.fake_coordinator import DEADLINE_S, WHOLE, Cable, FakeCoordinator, accepted, running, tokens
 
 
 @pytest.fixture
@@ -144,18 +144,57 @@ async def test_k3_the_deadline_of_a_request(target, endless):
     with Client(target) as client, pytest.raises(errors.DeadlineExceeded) as caught:
         client.complete("hi", timeout=0.3)
     assert caught.value.retryable
+    assert caught.value.message == f"no whole answer from {target} within 0.3 s"
     async with AsyncClient(target) as client:
-        with pytest.raises(errors.DeadlineExceeded):
+        with pytest.raises(errors.DeadlineExceeded) as caught:
             await client.complete("hi", timeout=0.3)
+    assert caught.value.message == f"no whole answer from {target} within 0.3 s"
+
+
+NOBODY = "no kvloom coordinator answers at 127.0.0.1:1: is it running? `kvloom up` starts one"
 
 
 async def test_nobody_listens():
-    with Client("127.0.0.1:1") as client, pytest.raises(errors.Unavailable) as caught:
-        client.status()
-    assert caught.value.retryable
+    with Client("127.0.0.1:1") as client:
+        for ask in (client.status, client.config, client.drain, lambda: client.abort("r1"), lambda: client.complete("hi")):
+            with pytest.raises(errors.Unavailable) as caught:
+                ask()
+            assert caught.value.message == NOBODY and caught.value.retryable
     async with AsyncClient("127.0.0.1:1") as client:
-        with pytest.raises(errors.Unavailable):
-            await client.complete("hi")
+        for ask in (client.status, client.config, client.drain, lambda: client.abort("r1"), lambda: client.complete("hi")):
+            with pytest.raises(errors.Unavailable) as caught:
+                await ask()
+            assert caught.value.message == NOBODY and caught.value.retryable
+
+
+async def test_a_broken_stream_names_the_coordinator(fake, target, endless):
+    cable = Cable(target)
+    with Client(cable.target) as client:
+        stream = client.generate("hi")
+        assert next(stream).text == "a"
+        cable.cut()
+        with pytest.raises(errors.Unavailable) as caught:
+            next(stream)
+        assert caught.value.message == f"the coordinator at {cable.target} went away in the middle of the answer"
+    cable = Cable(target)
+    async with AsyncClient(cable.target) as client:
+        stream = client.generate("hi")
+        assert (await anext(stream)).text == "a"
+        await asyncio.to_thread(cable.cut)
+        with pytest.raises(errors.Unavailable) as caught:
+            await anext(stream)
+        assert caught.value.message == f"the coordinator at {cable.target} went away in the middle of the answer"
+        assert caught.value.retryable
+
+
+async def test_what_answers_is_no_coordinator():
+    with running(None) as address:
+        with Client(address) as client, pytest.raises(errors.Internal) as caught:
+            client.complete("hi")
+        assert caught.value.message.startswith(f"what answers at {address} is no kvloom coordinator")
+        async with AsyncClient(address) as client:
+            with pytest.raises(errors.Internal, match="is no kvloom coordinator"):
+                await client.status()
 
 
 async def test_abort_status_and_drain(fake, target):
