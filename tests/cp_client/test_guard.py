@@ -67,6 +67,40 @@ def test_ends_that_are_one_sentence(command, said, capfd):
     assert capfd.readouterr() == ("", said)
 
 
+TWICE = """import signal, sys
+from cp_client.guard import guarded
+def command():
+    try:
+        signal.raise_signal(signal.SIGINT)
+    finally:
+        if sys.argv[1] == "cleaning":
+            signal.raise_signal(signal.SIGINT)
+        print("clean")
+status = guarded(command)
+signal.raise_signal(signal.SIGINT)
+print("ended", flush=True)
+sys.exit(status)"""
+
+
+@pytest.mark.parametrize(
+    ("where", "heard"), [("cleaning", ("", "")), ("after it", ("clean\nended\n", "kvloom: interrupted\n"))]
+)
+def test_a_second_ctrl_c_is_quiet_and_ends_with_the_same_status(where, heard):
+    command = [sys.executable, "-c", TWICE, where]
+    done = subprocess.run(command, cwd=PACKAGE_ROOT, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (1, *heard)
+
+
+@pytest.mark.parametrize("before", [signal.default_int_handler, signal.SIG_IGN])
+def test_a_command_that_was_not_interrupted_leaves_the_handler_as_it_was(before):
+    """What is ignored stays so meanwhile: a shell starts its background jobs like that."""
+    signal.signal(signal.SIGINT, before)
+    assert guarded(interrupted if before is signal.SIG_IGN else int) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+    assert interruptible(interrupted if before is signal.SIG_IGN else int) == 0
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 WAIT = "import threading\nopen({!r}, 'w').close()\n{}"
 """A module that says that it is imported and waits to be interrupted."""
 WAITING = "threading.Event().wait(60)\n"
