@@ -6,12 +6,12 @@ import select
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmarks import collectives
 from benchmarks.member import start_member
+from tests.machine import children_of
 
 END_S = 2.0
 STUCK = """
@@ -64,9 +64,9 @@ def test_nobody_lingers_when_it_is_ended_while_groups_open(number):
     first = subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE, text=True)
     try:
         assert first.stdout.readline() == "opening\n"
-        others = Path(f"/proc/{first.pid}/task/{first.pid}/children").read_text().split()
+        others = children_of(first.pid)
         assert len(others) == 2
-        waits = [os.pidfd_open(int(pid)) for pid in others]
+        waits = [os.pidfd_open(pid) for pid in others]
         first.send_signal(number)
         assert first.wait(END_S) == -number
         assert all(select.select([fd], [], [], END_S)[0] for fd in waits)

@@ -1,21 +1,19 @@
 """One default cluster for all tests that only ask it things."""
 
 import json
-import socket
 import subprocess
 from collections.abc import Iterator
 
 import pytest
 
 from tests.cluster.processes import KVLOOM, RunningCluster, kvloom_up
+from tests.machine import free_port
 
 
 @pytest.fixture(scope="package")
 def metrics_port() -> int:
     """Where `smollm2` serves its metrics; nothing listened there a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 @pytest.fixture(scope="package")

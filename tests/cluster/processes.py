@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cp_client import Client
+from tests.machine import alive
 
 KVLOOM = str(Path(sys.executable).parent / "kvloom")
 START_DEADLINE_S = 120.0
@@ -56,7 +57,7 @@ def kvloom_up(*args: str, log: Path) -> Iterator[RunningCluster]:
         running = RunningCluster(process, address, log)
         yield running
         running.client.close()
-        descendants = children_of(process.pid)
+        descendants = descendants_of(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(STOP_DEADLINE_S) == 0, log.read_text()[-4000:]
         assert not [pid for pid in descendants if alive(pid)]
@@ -66,7 +67,7 @@ def kvloom_up(*args: str, log: Path) -> Iterator[RunningCluster]:
             try:
                 process.wait(STOP_DEADLINE_S)
             except subprocess.TimeoutExpired:
-                for pid in [*children_of(process.pid), process.pid]:
+                for pid in [*descendants_of(process.pid), process.pid]:
                     os.kill(pid, signal.SIGKILL)
                 process.wait(STOP_DEADLINE_S)
         assert process.stdout is not None
@@ -86,7 +87,7 @@ def _ready(process: subprocess.Popen[bytes], log: Path) -> str:
     return found[1]
 
 
-def children_of(pid: int) -> list[int]:
+def descendants_of(pid: int) -> list[int]:
     """All living descendants, from /proc."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
@@ -102,14 +103,6 @@ def children_of(pid: int) -> list[int]:
             found.append(child)
             pending.append(child)
     return found
-
-
-def alive(pid: int) -> bool:
-    """Whether the process exists and is no zombie."""
-    try:
-        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def members_of_session(session: int) -> list[int]:

@@ -12,6 +12,7 @@ from cp_wire.errors import PortInUse
 from cp_wire.metrics import families
 from tests.coordinator.fake_kv import BYTES_PER_TOKEN
 from tests.coordinator.harness import FAST, cluster, eventually, listen
+from tests.machine import free_port
 
 ONE = {"tp": 1, "pcp": 1, "dcp": 1}
 
@@ -101,12 +102,6 @@ async def test_blocks_in_use_show_while_a_request_runs_and_are_given_back():
         await eventually(lambda: 3 <= value(harness, "kv_blocks_used", "mixed", "0") <= total)
         call.cancel()
         await eventually(lambda: value(harness, "kv_blocks_used", "mixed", "0") == 0)
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 async def scrape(port: int) -> str:
