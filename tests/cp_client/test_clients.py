@@ -8,18 +8,7 @@ import grpc
 import pytest
 
 from cp_client import AsyncClient, Client, errors
-from tests.cp_client.fake_coordinator import DEADLINE_S, WHOLE, Cable, FakeCoordinator, accepted, running, tokens
-
-
-@pytest.fixture
-def fake():
-    return FakeCoordinator(WHOLE)
-
-
-@pytest.fixture
-def target(fake):
-    with running(fake) as address:
-        yield address
+from tests.cp_client.fake_coordinator import DEADLINE_S, Cable, accepted, running, tokens
 
 
 async def collect(client, **options):
