@@ -13,6 +13,10 @@ class Timings:
     """A rank whose event loop does not answer for so long is frozen."""
     loading_poll_deadline_s: float = 10.0
     """The same until it has its weights: reading and compiling on all cores of a busy host keep an event loop waiting."""
+    look_s: float = 0.1
+    """Between two looks whether a poll is answered; a look that comes late shows that this process is held up."""
+    forgiven_s: float = 20.0
+    """Of the time by which this process is held up, what at most is not held against a rank, in one silence or stall."""
     stall_floor_s: float = 5.0
     """Least age of a worker's last progress at which it counts as stuck; 4 × the predicted step where that is more."""
     step_floor_s: float = 10.0

@@ -19,8 +19,10 @@ _COMMON = (
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
-    # Keepalive alone misses a frozen peer; an unanswered ping closes the connection after this time.
-    ("grpc.http2.ping_timeout_ms", 2_000),
+    # Keepalive alone misses a frozen peer; an unanswered ping closes the connection after this time. gRPC measures it at both
+    # ends, by timers that go off although the answer waits to be read: a process that is starved for so long loses its
+    # connections. So it is long; what has to notice a frozen peer sooner asks the application.
+    ("grpc.http2.ping_timeout_ms", 20_000),
 )
 _CLIENT = (
     ("grpc.enable_http_proxy", 0),
