@@ -1,6 +1,7 @@
-"""The tiny model of the executor's tests."""
+"""The tiny model of the executor's tests; numbers of threads for kernels that use torch's."""
 
 import pytest
+import torch
 
 from model_files import open_model
 
@@ -14,3 +15,12 @@ def path(tiny):
 @pytest.fixture
 def files(path):
     return open_model(path)
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    """torch's number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)

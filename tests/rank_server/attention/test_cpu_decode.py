@@ -17,7 +17,7 @@ from rank_server.attention.merge import merge_partials
 from rank_server.attention.partial import paged_partial
 from rank_server.compiled.openmp import parallel
 from tests.rank_server.attention.dense import dense_attention
-from tests.rank_server.attention.test_partial import CONSECUTIVE, SCALE, SCATTERED, Case, make
+from tests.rank_server.attention.paged_cases import CONSECUTIVE, SCALE, SCATTERED, Case, make
 
 BF16 = torch.bfloat16
 
@@ -32,30 +32,13 @@ def attended(case, use_threads=None, scale=SCALE):
 
 
 def check(case: Case, use_threads=None, atol=2e-6):
-    out, lse = attended(case, use_threads)
-    for row, (k, v) in zip(case.batch.rows, case.keys, strict=True):
-        tokens = slice(row.q_start, row.q_start + row.q_len)
-        visible = case.batch.visible[tokens]
-        wanted_out, wanted_lse = dense_attention(case.q[tokens], k, v, visible, SCALE)
-        torch.testing.assert_close(out[tokens].double(), wanted_out, rtol=0, atol=atol)
-        torch.testing.assert_close(lse[tokens].double(), wanted_lse, rtol=1e-6, atol=atol)
-        assert (out[tokens][visible == 0] == 0).all()
-        assert (lse[tokens][visible == 0] == -math.inf).all()
+    case.expect(*attended(case, use_threads), atol)
 
 
 def long_table(keys, block_size, first=0):
     """Blocks of so many keys in no order."""
     columns = -(-keys // block_size)
     return [first + (7 * i + 3) % columns for i in range(columns)] if columns % 7 else [first + i for i in range(columns)]
-
-
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    """torch's number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("use_threads", [True, False])

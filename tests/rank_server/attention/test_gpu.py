@@ -21,7 +21,7 @@ from rank_server.attention.portable import KEY_TILE, QUERY_TILE, dense_portable
 from rank_server.kv_pool import KvPool
 from tests.devices import CPU
 from tests.rank_server.attention.dense import dense_attention
-from tests.rank_server.attention.test_partial import CONSECUTIVE, SCALE, SCATTERED, Case, make
+from tests.rank_server.attention.paged_cases import CONSECUTIVE, SCALE, SCATTERED, Case, make
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installed")
@@ -36,14 +36,7 @@ def check(case: Case, use_triton: bool, processors: int = 8, atol: float = 2e-6)
     kernels = GpuKernels(processors, use_triton)
     out, lse = kernels.paged(case.q, *case.pool.cache(0), case.batch, SCALE)
     assert out.dtype == lse.dtype == torch.float32
-    for row, (k, v) in zip(case.batch.rows, case.keys, strict=True):
-        tokens = slice(row.q_start, row.q_start + row.q_len)
-        visible = case.batch.visible[tokens]
-        wanted_out, wanted_lse = dense_attention(case.q[tokens], k, v, visible, SCALE)
-        torch.testing.assert_close(out[tokens].double(), wanted_out, rtol=0, atol=atol)
-        torch.testing.assert_close(lse[tokens].double(), wanted_lse, rtol=1e-6, atol=atol)
-        assert (out[tokens][visible == 0] == 0).all()
-        assert (lse[tokens][visible == 0] == -math.inf).all()
+    case.expect(out, lse, atol)
 
 
 @pytest.mark.parametrize("use_triton", WAYS)

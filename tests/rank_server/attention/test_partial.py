@@ -1,5 +1,4 @@
 import math
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -10,62 +9,7 @@ from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.partial import QUERY_TILE, paged_partial
 from rank_server.kv_pool import KvPool
 from tests.rank_server.attention.dense import dense_attention
-
-SCALE = 0.3
-
-
-@dataclass(frozen=True)
-class Case:
-    """Rows of (visible keys per query, block table) over a pool where only what the rows own is not NaN."""
-
-    q: Tensor
-    pool: KvPool
-    batch: AttentionBatch
-    keys: list[tuple[Tensor, Tensor]]
-
-    def check(self, atol: float = 2e-6, **options: int) -> None:
-        out, lse = paged_partial(self.q, *self.pool.cache(0), self.batch, SCALE, **options)
-        assert out.dtype == lse.dtype == torch.float32
-        for row, (k, v) in zip(self.batch.rows, self.keys, strict=True):
-            tokens = slice(row.q_start, row.q_start + row.q_len)
-            wanted_out, wanted_lse = dense_attention(self.q[tokens], k, v, self.batch.visible[tokens], SCALE)
-            for i in range(row.q_len):
-                torch.testing.assert_close(out[tokens][i].double(), wanted_out[i], rtol=0, atol=atol, msg=f"query {i}")
-                torch.testing.assert_close(lse[tokens][i].double(), wanted_lse[i], rtol=1e-6, atol=atol, msg=f"query {i}")
-            unseen = self.batch.visible[tokens] == 0
-            assert (out[tokens][unseen] == 0).all()
-            assert (lse[tokens][unseen] == -math.inf).all()
-
-
-def make(
-    *rows: tuple[list[int], list[int]],
-    heads: int = 4,
-    kv_heads: int = 2,
-    head_dim: int = 8,
-    block_size: int = 4,
-    dtype: torch.dtype = torch.float32,
-    magnitude: float = 1.0,
-) -> Case:
-    generator = torch.Generator().manual_seed(3)
-    num_blocks = 2 + max((block for _, table in rows for block in table), default=0)
-    pool = KvPool(1, num_blocks, block_size, kv_heads, head_dim, dtype, "cpu")
-    pool.fill_nan(range(num_blocks))
-    attention_rows, keys, visible = [], [], []
-    for seen, table in rows:
-        local_len = seen[-1]
-        k, v = (magnitude * torch.randn(local_len, kv_heads, head_dim, generator=generator) for _ in range(2))
-        slots = [table[j // block_size] * block_size + j % block_size for j in range(local_len)]
-        pool.write(0, k, v, torch.tensor(slots, dtype=torch.int64))
-        keys.append((k.to(dtype), v.to(dtype)))
-        table_tensor = torch.tensor(table, dtype=torch.int64)
-        attention_rows.append(AttentionRow(len(visible), len(seen), table_tensor, local_len, seen[0]))
-        visible += seen
-    q = torch.randn(len(visible), heads, head_dim, generator=generator)
-    batch = AttentionBatch(tuple(attention_rows), torch.full((len(visible),), -1), torch.tensor(visible))
-    return Case(q, pool, batch, keys)
-
-
-CONSECUTIVE, SCATTERED = [3, 4, 5, 6], [6, 2, 9, 1]
+from tests.rank_server.attention.paged_cases import CONSECUTIVE, SCALE, SCATTERED, make
 
 
 @pytest.mark.parametrize("table", [CONSECUTIVE, SCATTERED], ids=["consecutive blocks", "scattered blocks"])

@@ -40,15 +40,6 @@ def near(got: torch.Tensor, exact: torch.Tensor, magnitude: torch.Tensor, roundi
     assert ((got.double() - exact).abs() <= last * exact.abs() + (1e-6 + roundings * last) * magnitude + 1e-37).all()
 
 
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    """torch's number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @torch.inference_mode()
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 5, 11, FEW_ROWS, FEW_ROWS + 1, 101])

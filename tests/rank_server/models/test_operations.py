@@ -44,15 +44,6 @@ def near(got, exact, roundings):
     assert ((got.double() - exact).abs() <= bound).all()
 
 
-@pytest.fixture(params=[1, 2, 3])
-def threads(request):
-    """torch's number of threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
-
-
 @pytest.fixture
 def compiled_only(monkeypatch):
     """torch's way must not be taken."""
