@@ -4,7 +4,7 @@ import asyncio
 
 import grpc
 
-from coordinator.own_time import Span, Wait, stall, wait
+from coordinator.own_time import Span, Wait, stall, wait, wait_out
 from coordinator.rank_link import RankLink
 from coordinator.timings import Timings
 from cp_wire.logs import get_logger
@@ -55,12 +55,10 @@ async def _ask(link: RankLink, deadline_s: float, timings: Timings, wait: Wait) 
     answer = asyncio.ensure_future(link.progress(deadline_s + timings.forgiven_s))
     # Nobody looks any more at a call that fails while this one is cancelled.
     answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
-    silence = Span()
     try:
-        while silence.counted_s(timings.forgiven_s) < deadline_s:
-            silence += await wait(answer, timings.look_s)
-            if answer.done():
-                return answer.result(), silence
+        silence = await wait_out(answer, deadline_s, timings.look_s, timings.forgiven_s, wait)
+        if answer.done():
+            return answer.result(), silence
     except grpc.RpcError as error:
         if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
             raise

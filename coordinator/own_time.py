@@ -50,3 +50,11 @@ async def wait(future: "asyncio.Future[Any] | None", seconds: float) -> Span:
     else:
         await asyncio.wait({future}, timeout=seconds)
     return waited(seconds, perf_counter() - start)
+
+
+async def wait_out(future: "asyncio.Future[Any]", limit_s: float, look_s: float, forgiven_s: float, wait: Wait = wait) -> Span:
+    """Until the future is done, or until limit_s of the wait count; returns how long that was. A look is taken every look_s."""
+    span = Span()
+    while not future.done() and span.counted_s(forgiven_s) < limit_s:
+        span += await wait(future, look_s)
+    return span
