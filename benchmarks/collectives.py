@@ -5,7 +5,6 @@ that a drift of the machine meets both alike. Times are member 0's, per call; th
 """
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.endings import ending_at_once
 from benchmarks.harness import integers, machine, parser, report, run_benchmark
 from benchmarks.member import start_member
 from cp_wire.flags import integer
@@ -49,12 +49,9 @@ def open_groups(args: Namespace) -> Iterator[dict[str, Group]]:
         others += [start_member("benchmarks.collectives", *words, str(other), *bootstraps) for other in ranks[1:]]
     groups: dict[str, Group] = {}
     try:
-        on_interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-        try:
+        with ending_at_once():
             for name, bootstrap in zip(BACKENDS, bootstraps, strict=True):
                 groups[name] = table[name].open(name, ranks, int(index), bootstrap.encode(), OPEN_S)
-        finally:
-            signal.signal(signal.SIGINT, on_interrupt)
         yield groups
         groups["shm"].barrier()
     except BaseException:

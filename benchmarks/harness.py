@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.endings import ending_in_order
 from cp_client import Client
 from cp_client.guard import guarded
 from cp_client.interpreter import same_code_environment
@@ -50,7 +51,7 @@ def picture(text: str) -> Path:
 
 
 def run_benchmark(main: Callable[[], int]) -> int:
-    """The exit status of a benchmark's `main`, ended as `guarded` says.
+    """The exit status of a benchmark's `main`, ended as `guarded` and `ending_in_order` say.
 
     What a cluster answers instead of a result is the last line on stderr, `fatal: MESSAGE`: status 2 where it refuses what was
     asked for, such as a prompt beyond the model's length, 1 where it fails. So is one of REFERENCES that is not installed: 1.
@@ -58,7 +59,8 @@ def run_benchmark(main: Callable[[], int]) -> int:
 
     def reported() -> int:
         try:
-            return main()
+            with ending_in_order():
+                return main()
         except KvloomError as error:
             return process.report(error)
         except ModuleNotFoundError as error:
@@ -80,7 +82,6 @@ def integers(minimum: int, maximum: int | None = None) -> Callable[[str], list[i
 def cluster(*flags: str) -> Iterator[Client]:
     """`kvloom up` with these flags; its log goes to stderr. Stopped afterwards, also when the benchmark is told to go."""
     command = [sys.executable, "-m", "cp_client.cli", "up", *flags]
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=same_code_environment()) as process:
         try:
             assert process.stdout is not None

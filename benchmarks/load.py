@@ -63,9 +63,13 @@ def at_once(
 ) -> tuple[list[T], float]:
     """The answers to all prompts in their order, and the seconds until the last is whole; raises what a request ended with.
 
-    most: requests that are under way together; the next one is sent when one has ended (None: all are sent together).
+    most: requests that are under way together; the next one is sent when one has ended (None: all are sent together). Whoever
+    is told to go meanwhile waits for none of them: they end with their client.
     """
-    with ThreadPoolExecutor(most or len(batch)) as threads:
+    threads = ThreadPoolExecutor(most or len(batch))
+    try:
         begun = time.perf_counter()
         answers = list(threads.map(lambda prompt: ask(prompt, salt), batch))
         return answers, time.perf_counter() - begun
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)

@@ -68,7 +68,7 @@ class _Interrupts:
         if self._come:
             # What is left is the end of the interpreter, which would answer with a traceback or another status.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        elif callable(self._before):
+        elif callable(self._before) and signal.getsignal(signal.SIGINT) == self._on_interrupt:
             signal.signal(signal.SIGINT, self._before)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
