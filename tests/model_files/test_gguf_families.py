@@ -8,7 +8,8 @@ import gguf
 import numpy as np
 import pytest
 
-from model_files import ModelRefused, expected_tensors, open_model
+from model_files import expected_tensors, open_model
+from tests.model_files.refusals import refusal
 from tests.model_files.tiny_checkpoint import HEAD_DIM, MERGES, SPECIALS, tiny_weights, vocabulary, write_gguf
 
 ARCHITECTURES = {
@@ -26,13 +27,6 @@ def family(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def path(tmp_path: Path, family: str) -> Path:
     return write_gguf(tmp_path / "tiny.gguf", family=family)
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(ModelRefused) as caught:
-        open_model(path)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_shape(path: Path, family: str) -> None:

@@ -9,6 +9,7 @@ from gguf import GGMLQuantizationType as Quant
 from gguf.quants import dequantize, quantize
 
 from model_files import ModelRefused, expected_tensors, open_model
+from tests.model_files.refusals import refusal
 from tests.model_files.tiny_checkpoint import tiny_tokenizer, tiny_weights, write_gguf, write_hf
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -18,13 +19,6 @@ K_PROJ = "model.layers.1.self_attn.k_proj.weight"
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_gguf(tmp_path_factory.mktemp("gguf") / "tiny.gguf")
-
-
-def refusal(path: Path) -> str:
-    with pytest.raises(ModelRefused) as caught:
-        open_model(path)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def test_shape_and_identity(whole: Path) -> None:

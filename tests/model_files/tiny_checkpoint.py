@@ -114,6 +114,14 @@ def write_sharded(directory: Path, weights: dict[str, np.ndarray] | None = None)
     return directory
 
 
+def rewrite_header(path: Path, change: dict[str, Any] | bytes) -> None:
+    """Replace entries of a safetensors header (or the whole header) and keep the data."""
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = change if isinstance(change, bytes) else json.dumps(json.loads(content[8 : 8 + length]) | change).encode()
+    path.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + length :])
+
+
 def gguf_row_order(rows: np.ndarray, heads: int) -> np.ndarray:
     """Hugging Face q/k rows as GGUF keeps them, row by row: pair i of a head side by side."""
     head_dim = rows.shape[0] // heads
