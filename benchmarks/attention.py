@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from benchmarks.harness import machine, parser, report, run_benchmark, spread
 from cp_wire.flags import integer
+from cp_wire.words import counted
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.cpu import CpuKernels
 from rank_server.kv_pool import KvPool
@@ -169,7 +170,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(args.threads)
     cases = [measure(case, args.runs) for case in args.cases]
     document = {"benchmark": "attention", "machine": machine(), "threads": args.threads, "runs": args.runs, "cases": cases}
-    lines = [f"{args.threads} threads, {HEADS} query and {KV_HEADS} KV heads of {HEAD_DIM}, bf16; ms per layer, kvloom ÷ way"]
+    heads = f"{HEADS} query and {KV_HEADS} KV heads of {HEAD_DIM}"
+    lines = [f"{counted(args.threads, 'thread')}, {heads}, bf16; ms per layer, kvloom ÷ way"]
     for entry in cases:
         lines.append(entry["case"])
         lines += [

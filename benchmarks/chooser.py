@@ -27,6 +27,7 @@ from cp_client.default_model import default_model_path
 from cp_layout.cost import Rates, StepFacts, seconds
 from cp_wire.flags import integer
 from cp_wire.pb import common_pb2, coordinator_pb2
+from cp_wire.words import counted, percent
 from model_files import open_model
 
 WAYS = ("q", "kv")
@@ -126,8 +127,8 @@ def ask(client: Client, cell: Cell, prompt: Sequence[int]) -> tuple[float, str]:
     counts = _gathered(after) - _gathered(before)
     if done.usage.cached_tokens != cell.context or sum(counts.values()) != 1:
         raise SystemExit(
-            f"{cell.new} tokens after {cell.context} were computed in {sum(counts.values())} steps "
-            f"after {done.usage.cached_tokens} cached tokens: contexts have to fit into the pool"
+            f"{counted(cell.new, 'token')} after {cell.context} went into {counted(sum(counts.values()), 'step')} "
+            f"after {counted(done.usage.cached_tokens, 'cached token')}: contexts have to fit into the pool"
         )
     (gathered,) = counts
     return 1000 * (after.step_times.total_rank_s - before.step_times.total_rank_s), gathered
@@ -251,10 +252,10 @@ def summary(document: Mapping[str, Any]) -> list[str]:
         times = "  ".join(f"{way} {row['ms'][way]['median']:8.1f} ({row['predicted_ms'][way]:.1f})" for way in WAYS)
         mark = "=" if row["ways_agree"] else " " if row["right"] else "!"
         lines.append(f"{row['new']:>5} after {row['context']:>6}: {times}  chosen {row['chosen']:<2} {row['loss']:+.1%} {mark}")
-    lines.append(f"right in {document['right']:.0%} of {len(document['rows'])} cells")
+    lines.append(f"right in {percent(document['right'], 0)} of {counted(len(document['rows']), 'cell')}")
     for row in document["crossovers"]:
         where = ", ".join(f"{kind} {_context(row[kind])}" for kind in ("measured", "predicted"))
-        lines.append(f"{row['new']:>5} new tokens: queries travel from {where} cached tokens on")
+        lines.append(f"{counted(row['new'], 'new token'):>16}: queries travel from {where} cached tokens on")
     return lines
 
 

@@ -20,6 +20,7 @@ from benchmarks.endings import ending_at_once
 from benchmarks.harness import integers, machine, parser, report, run_benchmark
 from benchmarks.member import start_member
 from cp_wire.flags import integer
+from cp_wire.words import counted
 from rank_server.collectives.base import Group
 from rank_server.collectives.table import backends
 
@@ -121,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "calls": args.blocks * args.calls,
         "rows": rows,
     }
-    lines = [f"{args.members} members, {args.blocks * args.calls} calls each, medians in µs (fastest tenth)"]
+    lines = [f"{args.members} members, {counted(args.blocks * args.calls, 'call')} each, medians in µs (fastest tenth)"]
     lines += [
         f"{row['op']:>14} {row['bytes']:>9} B: "
         + "  ".join(f"{name} {row[f'{name}_us']['median']:>8.1f} ({row[f'{name}_us']['p10']:.1f})" for name in BACKENDS)

@@ -19,6 +19,7 @@ from benchmarks.harness import integers, machine, parser, report, run_benchmark,
 from benchmarks.one_rank import WORDS, OneRank, prompt_of
 from cp_client.default_model import default_model_path
 from cp_wire.flags import integer
+from cp_wire.words import counted
 from model_files import open_model
 
 Generate = Callable[[Sequence[int], int], tuple[float, list[float]]]
@@ -104,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "new_tokens": args.new_tokens,
         "rows": rows,
     }
-    lines = [f"bfloat16, {args.threads} threads, {args.runs} runs, medians in ms"]
+    lines = [f"bfloat16, {counted(args.threads, 'thread')}, {counted(args.runs, 'run')}, medians in ms"]
     lines += [
         f"context {row['context']:>6}: "
         + "  ".join(

@@ -15,6 +15,7 @@ from benchmarks.plot import line_chart
 from cp_layout.capacity import blocks_by_member, roomiest_offset
 from cp_layout.interleave import Layout
 from cp_wire.flags import integer
+from cp_wire.words import counted
 
 BLOCKS = 1024
 
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 )
             rows.append({"shards": shards, "interleave": interleave, "lengths": f"1–{12 * size}", "per_shard": spread(ratios)})
     document = {"benchmark": "layout", "machine": machine(), "block_size": size, "blocks_per_shard": BLOCKS, "rows": rows}
-    lines = [f"block size {size}, {BLOCKS} blocks per shard, {args.seeds} seeds: capacity ÷ (N × one shard's)"]
+    lines = [f"block size {size}, {BLOCKS} blocks per shard, {counted(args.seeds, 'seed')}: capacity ÷ (N × one shard's)"]
     lines += [
         f"N {row['shards']} interleave {row['interleave']:>3}: {row['per_shard']['median']:.3f} "
         f"({row['per_shard']['min']:.3f}–{row['per_shard']['max']:.3f})"

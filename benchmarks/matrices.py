@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from benchmarks.harness import integers, machine, parser, report, run_benchmark, spread
 from cp_wire.flags import integer
+from cp_wire.words import counted
 from rank_server.models.linear import gated, linear
 
 CASES = "960x576,576x576,gate1536x576,576x1536,49152x576"
@@ -127,7 +128,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     clock = time.thread_time if args.threads == 1 else time.perf_counter
     cases = [measure(case, rows, args.runs, clock) for rows in args.rows for case in args.cases]
     document = {"benchmark": "matrices", "machine": machine(), "threads": args.threads, "runs": args.runs, "cases": cases}
-    lines = [f"{args.threads} threads, bf16, {'CPU time' if args.threads == 1 else 'wall time'}; µs per product, kvloom ÷ way"]
+    kind = "CPU time" if args.threads == 1 else "wall time"
+    lines = [f"{counted(args.threads, 'thread')}, bf16, {kind}; µs per product, kvloom ÷ way"]
     for entry in cases:
         lines.append(f"{entry['rows']} × {entry['case']}")
         lines += [

@@ -14,6 +14,7 @@ from benchmarks.harness import machine, parser, report, run_benchmark
 from benchmarks.one_rank import WORDS, OneRank, prompt_of
 from cp_client.default_model import default_model_path
 from cp_wire.flags import integer
+from cp_wire.words import counted
 from model_files import open_model
 
 
@@ -48,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "resident_bytes": stages,
         "beside_bytes": beside,
     }
-    lines = [f"{args.dtype}, prompt of {args.context} tokens, MB of RssAnon + RssShmem"]
+    lines = [f"{args.dtype}, prompt of {counted(args.context, 'token')}, MB of RssAnon + RssShmem"]
     lines += [f"{stage:>14}: {size / 1e6:.0f}" for stage, size in stages.items()]
     lines += [f"weights {rank.weight_bytes / 1e6:.0f}, pool {rank.pool_bytes / 1e6:.0f}, beside them {beside / 1e6:.0f}"]
     report(args, document, lines)

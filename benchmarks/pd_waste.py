@@ -27,6 +27,7 @@ from cp_layout.reshard import token_runs
 from cp_layout.waste import Sent, token_exact, whole_blocks, whole_virtual_blocks
 from cp_wire.channels import MAX_MESSAGE_BYTES as CARRIED_BYTES
 from cp_wire.flags import integer
+from cp_wire.words import counted, percent
 from kv_transfer.framing import frame_bytes
 from kv_transfer.source import MAX_MESSAGE_BYTES
 
@@ -117,14 +118,15 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
                     name = f"blocks, I {row['interleave']}, cp {row['cp']}"
                 series.setdefault(name, []).append((row["tokens"], 100 * row[unit]["waste"]))
     series = {name: sorted(set(points)) for name, points in series.items()}
-    line_chart(path, f"Waste of a transfer, blocks of {block} tokens", "prompt tokens", "% of what is sent", series)
+    line_chart(path, f"Waste of a transfer, blocks of {counted(block, 'token')}", "prompt tokens", "% of what is sent", series)
 
 
 def lines(rows: Sequence[dict[str, Any]], args: Namespace) -> list[str]:
     """The summary for people."""
     row_bytes = args.bytes_per_token // args.planes
     head = [
-        f"{args.bytes_per_token} bytes per token, {args.planes} rows each, in messages of at most {args.message_bytes} bytes"
+        f"{counted(args.bytes_per_token, 'byte')} per token, {counted(args.planes, 'row')} each, "
+        f"in messages of at most {counted(args.message_bytes, 'byte')}"
         + (f", but of a row of {row_bytes} at least" if row_bytes > args.message_bytes else ""),
         "by unit: waste, messages, KiB on the wire (serialised FetchResponse messages: payload, header, framing; not the "
         "handshake, HTTP/2 or TCP),",
@@ -143,7 +145,7 @@ def lines(rows: Sequence[dict[str, Any]], args: Namespace) -> list[str]:
 def cells(entry: dict[str, Any]) -> str:
     """Those of a unit, 32 characters."""
     ms = f"{entry['ms']['median']:.1f}" if entry["ms"] else "–"
-    return f"{entry['waste']:>8.1%} {entry['messages']:>5} {entry['wire_bytes'] / 1024:>10.1f} {ms:>6}"
+    return f"{percent(entry['waste']):>8} {entry['messages']:>5} {entry['wire_bytes'] / 1024:>10.1f} {ms:>6}"
 
 
 def flags_of() -> ArgumentParser:

@@ -15,6 +15,7 @@ from cp_layout.interleave import Layout
 from cp_layout.reshard import Side
 from cp_wire.errors import Internal
 from cp_wire.serve import Server
+from cp_wire.words import counted
 from kv_transfer.facts import Place, facts_of
 from kv_transfer.generations import Generations
 from kv_transfer.leases import LeaseTable
@@ -38,7 +39,8 @@ class Traffic(NamedTuple):
     wire_bytes: int
 
     def __str__(self) -> str:
-        return f"{self.bytes} bytes in {self.messages} messages, {self.wire_bytes} bytes on the wire"
+        payload, messages = counted(self.bytes, "byte"), counted(self.messages, "message")
+        return f"{payload} in {messages}, {counted(self.wire_bytes, 'byte')} on the wire"
 
 
 class Weighing(KvTransferServicer):

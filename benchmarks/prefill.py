@@ -19,6 +19,7 @@ from benchmarks.harness import cluster, integers, machine, parser, report, run_b
 from benchmarks.plot import line_chart
 from cp_client import Client
 from cp_wire.flags import integer
+from cp_wire.words import percent
 
 DEFAULT_PROMPTS = (512, 2048, 4096)
 ONE_RANK = "one rank"
@@ -89,7 +90,7 @@ def lines(rows: Iterable[dict[str, Any]], args: Namespace) -> list[str]:
         *(
             f"{row['tokens']:>6} tokens, {row['way']:>9}: {row['ttft_ms']['median']:9.1f} "
             f"({row['ttft_ms']['min']:.1f}–{row['ttft_ms']['max']:.1f})  {row['speedup']:.2f}×  "
-            f"collectives {row['communication']:.1%}"
+            f"collectives {percent(row['communication'])}"
             for row in rows
         ),
     ]

@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.harness import cluster, integers, machine, parser, report, run_benchmark, spread
 from cp_client import Client
 from cp_wire.flags import integer
+from cp_wire.words import counted, percent
 
 WAYS = {
     "together": "-tp 1 -pcp 1 -dcp 1 -dp 2",
@@ -65,7 +66,9 @@ def measure(client: Client, tokens: int, salt: str) -> dict[str, float]:
     finally:
         moved = watch.close()
     if len(times) != 2:
-        raise SystemExit(f"a prompt of {tokens} tokens was answered with {len(times)} tokens instead of 2")
+        raise SystemExit(
+            f"a prompt of {counted(tokens, 'token')} was answered with {counted(len(times), 'token')} instead of 2"
+        )
     result = {"first_ms": times[0], "second_ms": times[1]}
     return result | ({"moved_before_first": watch.moved / moved, "moved_bytes": moved} if moved else {})
 
@@ -74,7 +77,7 @@ def row_of(tokens: int, runs: dict[str, list[dict[str, float]]]) -> dict[str, An
     """What the runs of a length say; ratio: of the medians of the times to the second token, apart to together. SystemExit when
     the KV of a run was computed again instead of moved: then its times say nothing of a move."""
     if any("moved_bytes" not in run for run in runs["apart"]):
-        raise SystemExit(f"the KV of a prompt of {tokens} tokens did not come over")
+        raise SystemExit(f"the KV of a prompt of {counted(tokens, 'token')} did not come over")
     row: dict[str, Any] = {"tokens": tokens}
     for way, each in runs.items():
         row[way] = {key: spread([run[key] for run in each]) for key in each[0]}
@@ -113,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 f"{second['median']:8.1f} ({second['min']:.1f}–{second['max']:.1f})"
             )
         early = row["apart"].get("moved_before_first", {"median": 0.0})["median"]
-        lines.append(f"{row['tokens']:>6} tokens: second token {row['ratio']:.3f}×; moved before the first {early:.1%}")
+        lines.append(f"{row['tokens']:>6} tokens: second token {row['ratio']:.3f}×; moved before the first {percent(early)}")
     report(args, document, lines)
     return 0
 

@@ -27,6 +27,7 @@ from cp_client.events import Completion
 from cp_client.exit_status import DONE, FAILED
 from cp_client.server_args import target
 from cp_wire.flags import integer
+from cp_wire.words import counted
 
 Ask = Callable[[Sequence[int], str], Completion | KvloomError]
 """(prompt, salt) → the whole answer, or what the request ended with."""
@@ -101,7 +102,8 @@ def rows_of(found: Mapping[Level, Sequence[Run]]) -> list[dict[str, Any]]:
 def lines(rows: Sequence[Mapping[str, Any]], args: Namespace) -> list[str]:
     """The summary for people."""
     what = f"kvloom up {args.up}" if args.target is None else args.target
-    head = f"{what}: {args.new_tokens} new tokens, {args.runs} runs, medians (min–max); gain: output tokens/s against"
+    sizes = f"{counted(args.new_tokens, 'new token')}, {counted(args.runs, 'run')}"
+    head = f"{what}: {sizes}, medians (min–max); gain: output tokens/s against"
     body = [
         f"{row['prompt']:>6} tokens, {row['concurrency']:>3} at once: TTFT {_told(row['ttft_ms'])} ms  "
         f"TPOT {_told(row['tpot_ms'])} ms  output {_told(row['output_tokens_per_s'])}/s  all {_told(row['tokens_per_s'])}/s  "

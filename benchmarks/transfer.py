@@ -28,6 +28,7 @@ from benchmarks.plot import line_chart
 from benchmarks.transfer_ends import START_S, WAYS, payload_of, serve, take
 from cp_client.interpreter import same_code_environment
 from cp_wire.flags import integer
+from cp_wire.words import counted
 
 NAMES = {
     "bare": "bare gRPC stream",
@@ -146,8 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     rows = asyncio.run(measure(args, words))  # uvloop gives no process a group of its own
     document = {"benchmark": "transfer", "machine": machine(), "payload_bytes": payload_of(args), "rows": rows}
     lines = [
-        f"{payload_of(args)} bytes, {args.runs} runs in turn: median (range) in GiB/s, times the bare stream, times the same "
-        "in kept memory, times that from memory to memory; CPU time in µs per MiB, source and target"
+        f"{payload_of(args)} bytes, {counted(args.runs, 'run')} in turn: median (range) in GiB/s, times the bare stream, "
+        "times the same in kept memory, times that from memory to memory; CPU time in µs per MiB, source and target"
     ]
     lines += [
         f"{row['name']:>31} {row['gib_per_s']['median']:>6.2f} ({row['gib_per_s']['min']:.2f}–{row['gib_per_s']['max']:.2f})"

@@ -21,6 +21,7 @@ from benchmarks.harness import machine, parser, report, run_benchmark
 from cp_layout.cuts import cut
 from cp_layout.zigzag import BatchRow, partition
 from cp_wire.flags import integer
+from cp_wire.words import percent
 from rank_server.attention.batch import AttentionBatch, AttentionRow
 from rank_server.attention.cpu import CpuKernels
 from rank_server.kv_pool import KvPool
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     document = {"benchmark": "zigzag", "machine": machine(), "members": args.members, "runs": args.runs, "rows": rows}
     lines = [f"{args.members} members, {HEADS} query and {KV_HEADS} KV heads of {HEAD_DIM}, bf16; CPU ms of a layer per member"]
     lines += [
-        f"{row['case']:>10}: zigzag {row['zigzag']['member_ms']} (spread {row['zigzag']['spread']:.1%}), "
+        f"{row['case']:>10}: zigzag {row['zigzag']['member_ms']} (spread {percent(row['zigzag']['spread'])}), "
         f"contiguous {row['contiguous']['member_ms']}; slowest × {row['ratio']:.2f}"
         for row in rows
     ]

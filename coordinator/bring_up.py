@@ -10,6 +10,7 @@ from coordinator.timings import Timings
 from cp_wire.errors import ConfigRefused
 from cp_wire.logs import get_logger
 from cp_wire.pb import common_pb2, rank_pb2
+from cp_wire.words import counted
 
 log = get_logger("coordinator.set")
 
@@ -50,11 +51,11 @@ def pool_blocks(config: common_pb2.ClusterConfig, room: Mapping[int, int]) -> in
     wanted = config.kv_cache_tokens_per_rank // config.block_size or least
     if wanted > least:
         raise ConfigRefused(
-            f"rank {rank}: room for {least} KV blocks of {config.block_size} tokens, "
+            f"rank {rank}: room for {counted(least, 'KV block')} of {counted(config.block_size, 'token')}, "
             f"but kv_cache_tokens_per_rank {config.kv_cache_tokens_per_rank} needs {wanted}"
         )
     if wanted < 1:
-        raise ConfigRefused(f"rank {rank}: no room for even one KV block of {config.block_size} tokens")
+        raise ConfigRefused(f"rank {rank}: no room for even one KV block of {counted(config.block_size, 'token')}")
     asked, taken = config.kv_cache_tokens_per_rank, wanted * config.block_size
     if asked and asked != taken:
         log.warning("pool rounded down to whole blocks", asked_tokens=asked, tokens=taken, block_size=config.block_size)

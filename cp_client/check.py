@@ -10,6 +10,7 @@ from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
 from cp_layout.laws import check_heads, check_layout
 from cp_wire.side_flags import MIXED, add_side_flags, naming, sides_of
+from cp_wire.words import counted
 
 
 def add_check_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
@@ -86,6 +87,7 @@ def _summary(grid: Grid, layout: Layout, heads: tuple[int, int] | None, mla: boo
     elif heads is not None:
         judged = f"{heads[0]} Q heads, {heads[1]} KV heads"
     return (
-        f"{grid.world_size} ranks (dp {grid.dp}, pcp {grid.pcp}, tp {grid.tp}), dcp {grid.dcp} with d {grid.dcp_in_tp}, "
-        f"block size {layout.block_size}, interleave {layout.interleave}, virtual block {layout.virtual_block_size}, {judged}"
+        f"{counted(grid.world_size, 'rank')} (dp {grid.dp}, pcp {grid.pcp}, tp {grid.tp}), "
+        f"dcp {grid.dcp} with d {grid.dcp_in_tp}, block size {layout.block_size}, interleave {layout.interleave}, "
+        f"virtual block {layout.virtual_block_size}, {judged}"
     )

@@ -11,6 +11,7 @@ from cp_client.up_command import cluster_spec
 from cp_wire import process
 from cp_wire.errors import KvloomError
 from cp_wire.logs import configure_logging
+from cp_wire.words import counted
 
 PROMPT = "Why is the sky blue? Answer in two sentences."
 
@@ -22,9 +23,10 @@ async def answer(target: str, prompt: str) -> None:
         async for event in client.generate(messages=[{"role": "user", "content": prompt}], max_tokens=64, temperature=0):
             print(event.text, end="", flush=True)
             if event.usage and event.route and event.timing:
+                tokens, shards = counted(event.usage.completion_tokens, "token"), counted(event.route.cp, "KV shard")
                 print(
-                    f"\n\n{event.usage.completion_tokens} tokens from ranks {list(event.route.ranks)} with {event.route.cp} KV "
-                    f"shards: first after {event.timing.ttft_ms or 0:.0f} ms, then {event.timing.tpot_ms or 0:.0f} ms each",
+                    f"\n\n{tokens} from ranks {list(event.route.ranks)} with {shards}: "
+                    f"first after {event.timing.ttft_ms or 0:.0f} ms, then {event.timing.tpot_ms or 0:.0f} ms each",
                     flush=True,
                 )
 

@@ -24,7 +24,9 @@ def local_device(asked: str, num_ranks: int) -> str:
         return "cuda"
     if asked == "auto":
         return "cpu"
-    raise ConfigRefused(f"device cuda is absent: {reason or f'{num_ranks} ranks need a GPU each, this host has {count}'}")
+    raise ConfigRefused(
+        f"device cuda is absent: {reason or f'each rank needs a GPU, {num_ranks} in all, this host has {count}'}"
+    )
 
 
 def local_gpus() -> tuple[int, str]:

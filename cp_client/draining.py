@@ -6,6 +6,7 @@ from cp_wire.channels import open_channel
 from cp_wire.errors import RpcError, from_rpc_error
 from cp_wire.logs import get_logger
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
+from cp_wire.words import counted
 
 log = get_logger("launcher")
 
@@ -24,5 +25,4 @@ async def tell_of_requests(address: str) -> None:
             return
     active = status.running + status.waiting
     if active:
-        requests = "1 request" if active == 1 else f"{active} requests"
-        print(f"kvloom: draining {requests}, Ctrl-C again to force the end", file=sys.stderr, flush=True)
+        print(f"kvloom: draining {counted(active, 'request')}, Ctrl-C again to force the end", file=sys.stderr, flush=True)

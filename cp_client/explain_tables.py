@@ -8,13 +8,15 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from cp_wire.words import counted, percent
+
 _SHARD_STYLES = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta")
 
 
 def slots_table(facts: dict[str, Any]) -> Group:
     """One row per position, one column per shard; the owner's slot in the owner's colour."""
     title = (
-        f"slots: {facts['cp']} shards, interleave {facts['interleave']}, block size {facts['block_size']}, "
+        f"slots: {counted(facts['cp'], 'shard')}, interleave {facts['interleave']}, block size {facts['block_size']}, "
         f"virtual block {facts['virtual_block_size']}"
     )
     table = _table()
@@ -31,8 +33,8 @@ def slots_table(facts: dict[str, Any]) -> Group:
 def lengths_table(facts: dict[str, Any]) -> Group:
     """One row per shard: tokens, blocks, and the fill of its last block as a bar."""
     title = (
-        f"lengths: {facts['tokens']} tokens over {facts['cp']} shards, interleave {facts['interleave']}, "
-        f"{facts['virtual_blocks']} virtual blocks of {facts['cp'] * facts['block_size']}"
+        f"lengths: {counted(facts['tokens'], 'token')} over {counted(facts['cp'], 'shard')}, interleave {facts['interleave']}, "
+        f"{counted(facts['virtual_blocks'], 'virtual block')} of {facts['cp'] * facts['block_size']}"
     )
     table = _table()
     for header in ("shard", "tokens", "blocks", "unused slots"):
@@ -48,7 +50,7 @@ def lengths_table(facts: dict[str, Any]) -> Group:
 def groups_table(facts: dict[str, Any]) -> Group:
     """Every replica as a row of ranks coloured by DCP group, then the groups themselves."""
     group_of = {rank: index for index, group in enumerate(facts["dcp"]) for rank in group}
-    title = f"{facts['world_size']} ranks: one row per replica (TP group), colour and suffix = DCP group"
+    title = f"{counted(facts['world_size'], 'rank')}: one row per replica (TP group), colour and suffix = DCP group"
     grid = _table()
     grid.add_column("replica", justify="right")
     for member in range(len(facts["tp"][0])):
@@ -91,13 +93,14 @@ def transfer_table(facts: dict[str, Any]) -> Group:
         ("tokens", facts),
     ):
         bar = Text(_bar(facts["useful_tokens"], sent["sent_tokens"]), style="green")
-        units.add_row(name, str(sent["sent_tokens"]), f"{sent['waste']:.1%}", bar)
-    return Group(Text(f"transfer of {facts['useful_tokens']} tokens: {ends}"), moves, units)
+        units.add_row(name, str(sent["sent_tokens"]), percent(sent["waste"]), bar)
+    return Group(Text(f"transfer of {counted(facts['useful_tokens'], 'token')}: {ends}"), moves, units)
 
 
 def zigzag_table(facts: dict[str, Any]) -> Group:
     """One row per request with its tokens as a bar in the colours of their members, then one row per member."""
-    title = f"zigzag: {sum(facts['lengths'])} tokens of {len(facts['lengths'])} requests over {len(facts['ranks'])} members"
+    tokens, of, over = (sum(facts["lengths"]), "token"), (len(facts["lengths"]), "request"), (len(facts["ranks"]), "member")
+    title = f"zigzag: {counted(*tokens)} of {counted(*of)} over {counted(*over)}"
     requests = _table()
     for header in ("request", "computed", "new"):
         requests.add_column(header, justify="right")

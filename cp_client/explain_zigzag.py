@@ -6,6 +6,7 @@ from typing import Any
 from cp_client.shape_args import MAX_RANKS, integer, integers
 from cp_layout.errors import LayoutError
 from cp_layout.zigzag import BatchRow, partition
+from cp_wire.words import counted
 
 MAX_TOKENS = 2**22
 """Tokens of one batch that the command line is willing to list."""
@@ -22,7 +23,7 @@ def zigzag_facts(args: Namespace) -> dict[str, Any]:
     """Rows, positions and attention pairs of every member, and the way back into the order of the batch."""
     computed = [0] * len(args.lengths) if args.computed is None else args.computed
     if len(computed) != len(args.lengths):
-        raise LayoutError(f"--computed names {len(computed)} requests, --lengths {len(args.lengths)}")
+        raise LayoutError(f"--computed names {counted(len(computed), 'request')}, --lengths {len(args.lengths)}")
     if args.pcp > MAX_RANKS:
         raise LayoutError(f"{args.pcp} members are more than the limit of {MAX_RANKS}")
     if sum(args.lengths) > MAX_TOKENS:

@@ -14,6 +14,7 @@ from cp_wire.errors import RpcError, from_rpc_error
 from cp_wire.host import local_address
 from cp_wire.logs import get_logger
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
+from cp_wire.words import counted
 
 log = get_logger("launcher")
 
@@ -165,7 +166,7 @@ class Cluster:
             child.close_stdin()
             attempt = 0 if settled else attempt
             if attempt == self._spec.max_restarts:
-                raise ClusterFailed(f"{child.name} died again after {attempt} restarts: {child.why()}", 1)
+                raise ClusterFailed(f"{child.name} died again after {counted(attempt, 'restart')}: {child.why()}", 1)
             pause = min(MAX_BACKOFF_S, self._spec.backoff_s * 2**attempt)
             attempt += 1
             log.warning("rank died, will restart", rank=rank, why=child.why(), attempt=attempt, pause_s=pause)

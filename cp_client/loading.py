@@ -13,6 +13,7 @@ from cp_wire.channels import open_channel
 from cp_wire.errors import RpcError, from_rpc_error
 from cp_wire.logs import get_logger
 from cp_wire.pb import coordinator_pb2, coordinator_pb2_grpc
+from cp_wire.words import percent
 
 log = get_logger("launcher")
 
@@ -55,7 +56,7 @@ class Lines:
         if self._clock() < self._next or all(fraction == 1.0 for fraction in fractions.values()):
             return
         self._next = self._clock() + LINE_INTERVAL_S
-        log.info("ranks load their weights", loaded=" ".join(f"{rank}:{part:.0%}" for rank, part in fractions.items()))
+        log.info("ranks load their weights", loaded=" ".join(f"{rank}:{percent(part, 0)}" for rank, part in fractions.items()))
 
 
 def loaded(status: coordinator_pb2.GetStatusResponse) -> dict[int, float]:

@@ -11,6 +11,7 @@ from cp_client.plain import plain
 from cp_client.request import UNARY_TIMEOUT_S
 from cp_client.server_args import add_server_arguments, sentence
 from cp_wire.errors import KvloomError
+from cp_wire.words import counted
 
 
 def add_status_parser(subparsers: "_SubParsersAction[ArgumentParser]") -> None:
@@ -85,8 +86,9 @@ def _moved(transfers: dict[str, Any]) -> list[str]:
     trouble = [f"{word} after {causes}" for word, causes in counts.items() if causes]
     if not transfers["ranges"] and not trouble:
         return []
-    size = f"{transfers['payload_bytes'] / 1e6:.1f} MB in {transfers['messages']} messages, {transfers['seconds']:.1f} s"
-    return ["; ".join([f"KV moved for {transfers['requests']} requests: {size}", *trouble])]
+    requests, messages = counted(transfers["requests"], "request"), counted(transfers["messages"], "message")
+    size = f"{transfers['payload_bytes'] / 1e6:.1f} MB in {messages}, {transfers['seconds']:.1f} s"
+    return ["; ".join([f"KV moved for {requests}: {size}", *trouble])]
 
 
 def _gather(word: str) -> str:

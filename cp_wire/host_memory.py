@@ -4,6 +4,7 @@ from pathlib import Path
 
 from cp_wire.errors import ConfigRefused
 from cp_wire.pb import common_pb2
+from cp_wire.words import counted
 
 DEFAULT_POOL_BYTES = 1 << 30
 
@@ -35,20 +36,20 @@ def max_kv_blocks(
     share = available // ranks
     if config.kv_cache_tokens_per_rank:
         blocks = config.kv_cache_tokens_per_rank // config.block_size
-        asked = f"{config.kv_cache_tokens_per_rank} tokens"
+        asked = counted(config.kv_cache_tokens_per_rank, "token")
     else:
         usual = min(DEFAULT_POOL_BYTES, share // 4) if default_bytes is None else default_bytes
         wanted = config.kv_cache_memory_bytes or usual
         blocks = wanted // bytes_per_block
-        asked = f"{wanted} bytes"
+        asked = counted(wanted, "byte")
     if blocks < 1:
         raise PoolRefused(
-            f"a KV pool of {asked} holds no block of {config.block_size} tokens ({bytes_per_block} bytes): "
+            f"a KV pool of {asked} holds no block of {counted(config.block_size, 'token')} ({bytes_per_block} bytes): "
             "enlarge it or shrink the block"
         )
     if blocks * bytes_per_block > share:
         raise PoolRefused(
-            f"a KV pool of {blocks} blocks needs {blocks * bytes_per_block} bytes per rank, "
-            f"{share} are available to each of {ranks} ranks on this host"
+            f"a KV pool of {counted(blocks, 'block')} needs {blocks * bytes_per_block} bytes per rank, "
+            f"{share} are available to each rank (of {ranks} on this host)"
         )
     return blocks

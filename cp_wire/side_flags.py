@@ -10,6 +10,7 @@ from math import prod
 
 from cp_layout.errors import LayoutError
 from cp_wire.numbers import integer
+from cp_wire.words import counted
 
 ROLES = ("prefill", "decode")
 MIXED = "mixed"
@@ -102,6 +103,7 @@ def _side(args: Namespace, role: str) -> Namespace:
     if prod(sizes.values()) != ranks:
         words = ", ".join(f"{size} {value}" for size, value in sizes.items())
         raise LayoutError(
-            f"the {role} side has {ranks} ranks (--{role}-ranks), its shape needs dp·pcp·tp = {prod(sizes.values())} ({words})"
+            f"the {role} side has {counted(ranks, 'rank')} (--{role}-ranks), "
+            f"its shape needs dp·pcp·tp = {prod(sizes.values())} ({words})"
         )
     return own

@@ -13,6 +13,7 @@ from cp_wire.effective import grid_of, layout_of
 from cp_wire.errors import ConfigRefused
 from cp_wire.identity import PROTOCOL_VERSION
 from cp_wire.pb import common_pb2
+from cp_wire.words import counted
 from rank_server.device import claim
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float16": torch.float16}
@@ -57,8 +58,8 @@ class Place:
         grid, layout = grid_of(config), layout_of(config)
         on_grid = rank - first_rank
         if not 0 <= on_grid < grid.world_size:
-            counted = f" from rank {first_rank} on" if first_rank else ""
-            raise ConfigRefused(f"rank {rank} does not exist in a world of {grid.world_size} ranks{counted}")
+            behind = f" from rank {first_rank} on" if first_rank else ""
+            raise ConfigRefused(f"rank {rank} does not exist in a world of {counted(grid.world_size, 'rank')}{behind}")
         for name in ("dtype", "kv_cache_dtype"):
             if getattr(config, name) not in DTYPES:
                 raise ConfigRefused(f"{name} {getattr(config, name)!r} is not one of {', '.join(DTYPES)}")

@@ -216,3 +216,11 @@ def test_rows_of_unequal_size_are_refused(capsys):
     with pytest.raises(SystemExit) as stopped:
         main(["--bytes-per-token", "100", "--planes", "7"])
     assert stopped.value.code == 2 and "100 is not a multiple of --planes 7" in capsys.readouterr().err
+
+
+def test_one_row_is_one_and_a_waste_of_nearly_all_is_not_all(capsys):
+    words = ["--move-mib", "0", "--cp", "1", "--block-sizes", "50000", "--tokens", "1", "--bytes-per-token", "1"]
+    assert main(words) == 0
+    head, *_, row = capsys.readouterr().out.splitlines()
+    assert head.startswith("1 byte per token, 1 row each, in messages of at most 1048576 bytes")
+    assert row.split()[5] == "99.998%" and row.split()[13] == "0.0%"

@@ -23,7 +23,7 @@ def heads(queries: int, keys: int) -> tuple[str, ...]:
     [
         (
             (),
-            "ok: 1 ranks (dp 1, pcp 1, tp 1), dcp 1 with d 1, block size 16, interleave 16, virtual block 16, heads not judged",
+            "ok: 1 rank (dp 1, pcp 1, tp 1), dcp 1 with d 1, block size 16, interleave 16, virtual block 16, heads not judged",
         ),
         (
             ("--tp", "4", "--pcp", "2", "--dcp", "4", *heads(8, 2)),
@@ -48,10 +48,10 @@ def test_both_sides_are_judged(capsys: pytest.CaptureFixture[str]) -> None:
     assert check(*sides, "--prefill.dcp", "4", "--prefill.cp-kv-cache-interleave-size", "1", *heads(8, 1)) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("ok: prefill: 4 ranks (dp 1, pcp 2, tp 2), dcp 4 with d 2, block size 16, interleave 1,")
-    assert second.startswith("ok: decode: 1 ranks (dp 1, pcp 1, tp 1), dcp 1")
+    assert second.startswith("ok: decode: 1 rank (dp 1, pcp 1, tp 1), dcp 1")
     for more, message in (
         (("--prefill.dcp", "4", *heads(8, 2)), "kvloom: prefill side: dcp 4 with tp 2, pcp 2"),
-        (("--decode.tp", "2"), "kvloom: the decode side has 1 ranks (--decode-ranks), its shape needs dp·pcp·tp = 2"),
+        (("--decode.tp", "2"), "kvloom: the decode side has 1 rank (--decode-ranks), its shape needs dp·pcp·tp = 2"),
         (("--decode.kv-cache-tokens-per-rank", "9"), "kvloom: decode side: a KV pool of 9 tokens per rank holds no block"),
     ):
         assert check(*sides, *more) == 2

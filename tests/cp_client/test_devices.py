@@ -30,7 +30,7 @@ def test_j2_a_gpu_that_is_absent_is_refused_with_the_reason(monkeypatch):
     with pytest.raises(ConfigRefused, match="device cuda is absent: it was sold"):
         local_device("cuda", 1)
     monkeypatch.setattr(devices, "local_gpus", lambda: (2, ""))
-    with pytest.raises(ConfigRefused, match="3 ranks need a GPU each, this host has 2"):
+    with pytest.raises(ConfigRefused, match="each rank needs a GPU, 3 in all, this host has 2"):
         local_device("cuda", 3)
 
 

@@ -223,7 +223,7 @@ def test_picture_that_cannot_be_written_fails(capsys: pytest.CaptureFixture[str]
         (("zigzag", "--pcp", "0", "--lengths", "9"), "at least 1 member, got 0"),
         (("zigzag", "--pcp", "65537", "--lengths", "9"), "65537 members are more than the limit of 65536"),
         (("zigzag", "--pcp", "2", "--lengths", "9,0"), "at least 1 token after 0 or more, got 0 after 0"),
-        (("zigzag", "--pcp", "2", "--lengths", "9,1", "--computed", "4"), "--computed names 1 requests, --lengths 2"),
+        (("zigzag", "--pcp", "2", "--lengths", "9,1", "--computed", "4"), "--computed names 1 request, --lengths 2"),
         (("zigzag", "--pcp", "2", "--lengths", "4194304,1"), "4194305 tokens is beyond the limit of 4194304"),
         (("lengths", "--cp", "0", "--tokens", "9"), "number of KV shards must be at least 1, got 0"),
         (("lengths", "--cp", "2", "--interleave", "0", "--tokens", "9"), "interleave size must be at least 1, got 0"),

@@ -86,7 +86,7 @@ async def test_a_rank_that_had_settled_has_all_restarts_again(monkeypatch):
     monkeypatch.setattr(cluster, "_start_rank", start)
     start(0)
     try:
-        with pytest.raises(ClusterFailed, match="rank 0 died again after 1 restarts: exited with status 1"):
+        with pytest.raises(ClusterFailed, match="rank 0 died again after 1 restart: exited with status 1"):
             await asyncio.wait_for(cluster._keep(0), DEADLINE_S)
     finally:
         await cluster.stop()

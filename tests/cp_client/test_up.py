@@ -84,7 +84,7 @@ def test_sides_of_the_bundled_model_have_its_shape_where_they_have_room_for_it(m
     ("words", "said"),
     [
         (["--prefill-ranks", "2", "--decode-ranks", "1"], "the prefill side has 2 ranks (--prefill-ranks)"),
-        ([*SIDES, "--decode.tp", "2"], "the decode side has 1 ranks (--decode-ranks)"),
+        ([*SIDES, "--decode.tp", "2"], "the decode side has 1 rank (--decode-ranks)"),
         (
             ["--prefill-ranks", "3", "--prefill.tp", "3", "--decode-ranks", "1"],
             "prefill side: 4 Q heads cannot be cut over tp 3",
@@ -151,9 +151,9 @@ def test_ranks_that_share_a_cpu_have_longer_to_register(model, monkeypatch, cpus
         ("--device cuda", "device cuda is absent: this host has no NVIDIA driver"),
         ("--max-model-len 1000000", "max_model_len 1000000 is beyond the model's"),
         ("--max-model-len 1", "max_model_len 1 leaves no room for a prompt and an output"),
-        ("--kv-cache-memory-bytes 4000TiB", "are available to each of 1 ranks"),
-        ("--kv-cache-memory-bytes 1", "1 bytes holds no block of 16"),
-        ("--kv-cache-tokens-per-rank 18446744073709551615", "are available to each of 1 ranks"),
+        ("--kv-cache-memory-bytes 4000TiB", "are available to each rank (of 1 on this host)"),
+        ("--kv-cache-memory-bytes 1", "1 byte holds no block of 16"),
+        ("--kv-cache-tokens-per-rank 18446744073709551615", "are available to each rank (of 1 on this host)"),
         ("--port 9464 --metrics-port 9464", "--port and --metrics-port are both 9464"),
     ],
 )

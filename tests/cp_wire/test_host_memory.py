@@ -26,7 +26,7 @@ def test_configured_tokens_come_first_then_bytes_then_the_default():
     [
         ({"kv_cache_tokens_per_rank": 15}, "15 tokens holds no block of 16 tokens"),
         ({"kv_cache_memory_bytes": 4095}, "4095 bytes holds no block"),
-        ({"kv_cache_memory_bytes": 33 * GIB}, "are available to each of 2 ranks"),
+        ({"kv_cache_memory_bytes": 33 * GIB}, r"are available to each rank \(of 2 on this host\)"),
     ],
 )
 def test_impossible_pools_are_refused_with_their_numbers(fields, words):

@@ -164,5 +164,5 @@ def test_the_pool_of_a_gpu_is_bounded_by_what_is_free_there(files, two_gpus, mon
     assert answer.config.device == "cuda"
     assert answer.max_kv_blocks == int(POOL_SHARE * 200 * block) // block
     assert seen == [torch.device("cuda", 1)]
-    with pytest.raises(ConfigRefused, match="are available to each of 1 ranks"):
+    with pytest.raises(ConfigRefused, match=r"are available to each rank \(of 1 on this host\)"):
         Rank(files).executor.configure(config(device="cuda", tp=2, kv_cache_tokens_per_rank=201 * B), 1)
