@@ -6,7 +6,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from cp_layout.model_shape import KvSpec
 from rank_server.compiled.slots import RowStore
+from rank_server.huge_pages import host_zeros
 
 
 class KvPool:
@@ -46,12 +48,27 @@ class KvPool:
         self.head_dim = head_dim
         # Zeros come as untouched pages from the system: memory is taken when a block is first written.
         if memory is None:
-            memory = torch.zeros(prod(shape) * dtype.itemsize, dtype=torch.uint8, device=device)
+            size = prod(shape) * dtype.itemsize
+            memory = host_zeros(size) if str(device) == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
         elif len(memory) != prod(shape) * dtype.itemsize:
             raise ValueError(f"memory of {len(memory)} bytes for a KV pool of {prod(shape) * dtype.itemsize}")
         self._data = memory.view(dtype).view(shape)
         self._layers = [tuple(layer) for layer in self._data]
         self._stores = [RowStore(caches) for caches in self._layers] if memory.device.type == "cpu" else None
+
+    @classmethod
+    def of(
+        cls,
+        spec: KvSpec,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        memory: Tensor | None = None,
+    ) -> "KvPool":
+        """A pool for what a rank keeps of a token."""
+        return cls(num_layers, num_blocks, block_size, spec.heads, spec.width, dtype, device, spec.rows, memory=memory)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,16 +1,21 @@
 """Reads the weights that one rank holds: its part of every tensor, in the compute dtype, stacked as `sharding` says."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 
 import torch
 from torch import Tensor
 
 from model_files import ModelFiles, ModelRefused
+from rank_server.huge_pages import host_zeros
 from rank_server.models.sharding import ResidentTensor, TensorPart, resident_tensors
 
 Progress = Callable[[int, int], None]
 """Called with (bytes in memory so far, bytes in memory at the end)."""
+
+ALIGNMENT = 64
+"""Of each tensor in bytes: a cache line."""
 
 READ_BYTES = 16 << 20
 """Bound on the float32 rows that are in memory beside the result; at least one row is read at a time."""
@@ -35,15 +40,30 @@ def load_weights(
     dtypes = {resident.name: torch.float32 if resident.full_precision else dtype for resident in residents}
     total = sum(resident.num_elements * dtypes[resident.name].itemsize for resident in residents)
     done = 0
-    weights: dict[str, Tensor] = {}
+    weights = _allocate(residents, dtypes, device)
     for resident in residents:
-        weights[resident.name] = target = torch.empty(resident.dims, dtype=dtypes[resident.name], device=device)
+        target = weights[resident.name]
         for block in _blocks(files, resident):
             filled, target = target[: len(block)], target[len(block) :]
             filled.copy_(block)
             done += filled.nbytes
             progress(done, total)
     return weights
+
+
+def _allocate(
+    residents: Sequence[ResidentTensor], dtypes: Mapping[str, torch.dtype], device: torch.device
+) -> dict[str, Tensor]:
+    """Uninitialised tensors by resident name; on the host all in one piece of memory, side by side."""
+    if device.type != "cpu":
+        return {each.name: torch.empty(each.dims, dtype=dtypes[each.name], device=device) for each in residents}
+    sizes = [each.num_elements * dtypes[each.name].itemsize for each in residents]
+    starts = list(accumulate((size + -size % ALIGNMENT for size in sizes), initial=0))
+    memory = host_zeros(starts[-1])
+    return {
+        each.name: memory[start : start + size].view(dtypes[each.name]).view(each.dims)
+        for each, start, size in zip(residents, starts, sizes, strict=False)
+    }
 
 
 def _check(files: ModelFiles, part: TensorPart) -> None:

@@ -10,7 +10,7 @@ from gguf import GGMLQuantizationType
 from model_files import ModelFiles, open_model
 from rank_server.models import weights as weight_files
 from rank_server.models.sharding import resident_tensors
-from rank_server.models.weights import WeightError, load_weights
+from rank_server.models.weights import ALIGNMENT, WeightError, load_weights
 from tests.devices import CPU
 from tests.model_files.tiny_checkpoint import tiny_weights, write_gguf, write_hf, write_sharded
 
@@ -84,6 +84,8 @@ def test_every_member_holds_its_slice_in_both_formats(tmp_path, tp):
             for name, array in wanted.items():
                 assert got[name].is_contiguous()
                 assert np.array_equal(got[name].numpy(), array), (files.kind, name)
+            assert len({tensor.untyped_storage().data_ptr() for tensor in got.values()}) == 1, "side by side"
+            assert not any(tensor.data_ptr() % ALIGNMENT for tensor in got.values())
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
