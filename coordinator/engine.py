@@ -1,13 +1,12 @@
 """The loop of one scheduling set: schedule, send, collect, commit, hand the tokens to the text thread."""
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 
 from coordinator.dispatch import Dispatcher
 from coordinator.faults import BadAnswer, TextStuck
-from coordinator.lane import Lane, collect
+from coordinator.lane import Lane
 from coordinator.outcome import Outcome, put_together
 from coordinator.plan import ScheduledStep
 from coordinator.predict import StepPredictor
@@ -15,14 +14,15 @@ from coordinator.pricing import Pricing
 from coordinator.relay import Relay
 from coordinator.request import Request
 from coordinator.scheduler import Progress, Scheduler
+from coordinator.step_run import Answer, StepRun
 from coordinator.step_times import StepMeter
+from coordinator.text_backlog import TextBacklog
 from coordinator.text_rows import LiveRequest, TextResult, TextRow
 from coordinator.text_worker import TextWorker
 from coordinator.timings import Timings
 from coordinator.wire_plan import to_step_plan
 from cp_wire.errors import Internal, KvloomError
 from cp_wire.logs import get_logger
-from cp_wire.pb import rank_pb2
 
 MAX_TEXT_BACKLOG = 64
 """Steps whose text may be outstanding before the engine waits for the text thread."""
@@ -55,7 +55,6 @@ class Engine:
         self.meter = StepMeter()
         self._members = members
         self._dispatcher = dispatcher
-        self._text = text
         self._predictor = predictor
         self._timings = timings
         self._before_step = before_step
@@ -63,11 +62,11 @@ class Engine:
         self._relays: dict[int, Relay] = {}
         """Of requests whose prompt alone is computed here, until nothing of it is left here."""
         self._work = asyncio.Event()
+        self._run: StepRun | None = None
+        """What the ranks compute."""
         self._fault: Exception | None = None
         """What makes the books of scheduler or text doubtful: the run that finds it ends with it."""
-        self._text_backlog: deque[asyncio.Future[None]] = deque()
-        self._text_deadline: asyncio.TimerHandle | None = None
-        """Of the oldest text in the backlog, in every state of the set."""
+        self._backlog = TextBacklog(text, timings.text_s, self._deliver, self._break_off, self._give_up_text, self._work.set)
         self._committed: list[TextRow] = []
         """Rows of the last step that the text thread has not got yet."""
 
@@ -81,7 +80,7 @@ class Engine:
         self.scheduler.add(*(live.request for live in lives))
         for live in lives:
             self._live[live.request.handle] = live
-        self._work.set()
+        self._changed()
 
     def expect(self, live: LiveRequest) -> None:
         """A request whose KV comes from another set; its relay reserves and activates it in the scheduler."""
@@ -91,12 +90,12 @@ class Engine:
         """Queues a prompt for a request whose output is computed elsewhere; raises scheduler.QueueFull."""
         self.scheduler.add(prompt)
         self._relays[prompt.handle] = relay
-        self._work.set()
+        self._changed()
 
     def stop(self, handle: int) -> None:
         """Computes nothing more of a prompt; its relay hears no more of it, unless the set is lost."""
         self.scheduler.abort(handle)
-        self._work.set()
+        self._changed()
 
     def part(self, handle: int) -> None:
         """Nothing of the prompt is left here."""
@@ -104,7 +103,7 @@ class Engine:
 
     def wake(self) -> None:
         """There may be something to schedule."""
-        self._work.set()
+        self._changed()
 
     def abort(self, handle: int) -> None:
         """Ends a request in any state, without an event; its blocks are free after the step in flight. Idempotent."""
@@ -113,12 +112,11 @@ class Engine:
             self._abort(live)
             if live.relay is not None:
                 live.relay.leave()
-            self._work.set()
 
     def doubt(self, error: Exception) -> None:
         """The books may be wrong: the run that goes on, if any, ends with this error."""
         self._fault = error
-        self._work.set()
+        self._changed()
 
     def fail_all(self, error: KvloomError) -> None:
         """Ends all requests but those whose last text is on its way; pools and prefix cache are empty afterwards. Prompts that
@@ -142,7 +140,7 @@ class Engine:
         # What broke the books before now has gone with the requests that were in them.
         self._fault = None
         while True:
-            while len(self._text_backlog) > MAX_TEXT_BACKLOG:
+            while len(self._backlog) > MAX_TEXT_BACKLOG:
                 await self._idle()
             if self._fault is not None:
                 raise self._fault
@@ -153,62 +151,74 @@ class Engine:
                 self._hand_over()
                 await self._idle()
                 continue
-            tables = self.scheduler.table_blocks
             async with self._dispatcher.turn(ranks) as ticket:
-                limit_s = SAFETY * self._predictor.predict(step.facts)
-                timeout_s = max(self._timings.step_floor_s, limit_s)
-                plan = to_step_plan(step, ticket, timeout_ms=round(1000 * timeout_s))
-                stall_s = max(self._timings.stall_floor_s, limit_s)
-                answers = [lane.submit("step", plan, stall_s) for lane in lanes]
-                # The plans go out first; the previous step's text is prepared while the ranks compute.
-                await asyncio.sleep(0)
+                await self._compute(step, ticket, lanes, started)
+
+    async def _compute(self, step: ScheduledStep, ticket: int, lanes: Sequence[Lane], started: float) -> None:
+        """Has the ranks compute a step, and those that they take by themselves after it."""
+        limit_s = SAFETY * self._predictor.predict(step.facts)
+        timeout_s = max(self._timings.step_floor_s, limit_s)
+        plan = to_step_plan(step, ticket, timeout_ms=round(1000 * timeout_s))
+        tables, sent_bytes = self.scheduler.table_blocks, plan.ByteSize()
+        members = dict(zip((lane.rank for lane in lanes), self._members, strict=True))
+        run = self._run = StepRun(lanes, plan, max(self._timings.stall_floor_s, limit_s))
+        try:
+            # The plans go out first; the previous step's text is prepared while the ranks compute.
+            await asyncio.sleep(0)
+            self._hand_over()
+            for index in range(1 + step.ahead):
+                answers, more = await run.step(index, timeout_s + self._timings.step_margin_s)
+                self._check_tables(tables, members, answers)
+                outcome = put_together(step, ticket, answers)
+                self._deliver_scores(step, outcome)
+                progress = self.scheduler.commit(step, outcome.sampled, outcome.failed, more=more)
+                if more and any(each.finished for each in progress):
+                    raise BadAnswer(answers[0][0].rank, f"step {ticket} went on after the end of a request")
+                self._committed = self._rows(progress, outcome)
+                self._relay(step, outcome)
+                self._predictor.observe(step.facts, outcome.rank_s)
+                self.pricing.observe(step, outcome.rank_s)
+                ended = perf_counter()
+                self.meter.record(step, ended - started, outcome.rank_s, outcome.collective_s, 0 if index else sent_bytes)
+                following = self.scheduler.in_flight
+                if following is None:
+                    return
+                step, started = following, ended
                 self._hand_over()
-                results = await collect(lanes, answers, timeout_s + self._timings.step_margin_s)
-            self._check_tables(tables, lanes, results)
-            outcome = put_together(step, ticket, lanes, results)
-            self._deliver_scores(step, outcome)
-            self._committed = self._rows(self.scheduler.commit(step, outcome.sampled, outcome.failed), outcome)
-            self._relay(step, outcome)
-            self._predictor.observe(step.facts, outcome.rank_s)
-            self.pricing.observe(step, outcome.rank_s)
-            self.meter.record(step, perf_counter() - started, outcome.rank_s, outcome.collective_s, plan.ByteSize())
+                if len(self._backlog) > MAX_TEXT_BACKLOG:
+                    run.end(self._timings.beside_s)
+        finally:
+            self._run = None
+
+    def _changed(self) -> None:
+        """There is something to schedule, or nothing more to compute for somebody: a run under way has to end."""
+        self._work.set()
+        if self._run is not None:
+            self._run.end(self._timings.beside_s)
 
     async def _idle(self) -> None:
         """Until there is work, news of the text that is still on its way, or a fault."""
         self._work.clear()
         await self._work.wait()
 
-    def _watch_text(self) -> None:
-        """Gives what is now the oldest text its time."""
-        if self._text_deadline is not None:
-            self._text_deadline.cancel()
-            self._text_deadline = None
-        if self._text_backlog:
-            self._text_deadline = asyncio.get_running_loop().call_later(self._timings.text_s, self._give_up_text)
-
     def _give_up_text(self) -> None:
         """Ends all requests, those too whose last text is on its way: it will not come, or too late."""
         error = TextStuck(f"the text thread has finished nothing for {self._timings.text_s:g} s")
-        log.error("text is stuck", steps=len(self._text_backlog), requests=len(self._live))
         stuck = [*self._live.values(), *(relay.live for relay in self._relays.values())]
         self._live.clear()
         for live in stuck:
             live.stream.fail(error)
             if live.relay is not None:
                 live.relay.ended()
-        self._text_backlog.clear()
         self._committed = []
         self.doubt(error)
 
-    def _check_tables(
-        self, tables: Sequence[int], lanes: Sequence[Lane], responses: Sequence[rank_pb2.ExecuteResponse]
-    ) -> None:
-        """Books that differ mean that a rank reads or writes blocks which belong to somebody else."""
-        for lane, member, response in zip(lanes, self._members, responses, strict=True):
-            if response.step.blocks_in_use != tables[member]:
-                raise BadAnswer(
-                    lane.rank, f"its block tables hold {response.step.blocks_in_use} blocks, they should hold {tables[member]}"
-                )
+    def _check_tables(self, tables: Sequence[int], members: Mapping[int, int], answers: Sequence[Answer]) -> None:
+        """Books that differ mean that a rank reads or writes blocks which belong to somebody else; members: by rank."""
+        for lane, response in answers:
+            held, expected = response.step.blocks_in_use, tables[members[lane.rank]]
+            if held != expected:
+                raise BadAnswer(lane.rank, f"its block tables hold {held} blocks, they should hold {expected}")
 
     def _deliver_scores(self, step: ScheduledStep, outcome: Outcome) -> None:
         """Before the step's tokens: these take the way through the text thread."""
@@ -243,20 +253,9 @@ class Engine:
     def _hand_over(self) -> None:
         if self._committed:
             rows, self._committed = self._committed, []
-            delivered = self._text.submit(rows, self._deliver)
-            self._text_backlog.append(delivered)
-            if len(self._text_backlog) == 1:
-                self._watch_text()
-            delivered.add_done_callback(lambda delivered: self._delivered(delivered, rows))
+            self._backlog.submit(rows)
 
-    def _deliver(self, results: list[TextResult]) -> None:
-        for result in results:
-            try:
-                self._deliver_one(result)
-            except Exception as error:
-                self._break_off(result.live, error)
-
-    def _deliver_one(self, result: TextResult) -> None:
+    def _deliver(self, result: TextResult) -> None:
         live, handle = result.live, result.live.request.handle
         live.stream.put(result.token_ids, result.text, result.logprobs, live.index)
         if result.finished is None:
@@ -264,6 +263,7 @@ class Engine:
         if not live.committed_end:
             # Only the text knew that this was the end; a token computed meanwhile is dropped.
             self.scheduler.finish(handle, result.finished)
+            self._changed()
         self._live.pop(handle, None)
         if live.relay is not None:
             live.relay.ended()
@@ -271,17 +271,6 @@ class Engine:
             live.stream.fail(Internal(result.error or "the request failed"))
         else:
             live.stream.complete(live.index, result.finished)
-
-    def _delivered(self, delivered: "asyncio.Future[None]", rows: Sequence[TextRow]) -> None:
-        """A step's text is out, or is lost as a whole."""
-        if delivered in self._text_backlog:
-            self._text_backlog.remove(delivered)
-            self._watch_text()
-        error = None if delivered.cancelled() else delivered.exception()
-        if isinstance(error, Exception):
-            for row in rows:
-                self._break_off(row.live, error)
-        self._work.set()
 
     def _break_off(self, live: LiveRequest, error: Exception) -> None:
         """Ends a request whose output can't be delivered."""
@@ -298,3 +287,4 @@ class Engine:
         except Exception as fault:
             log.error("a request can't be ended", exc=fault, request=live.request.request_id)
             self.doubt(fault)
+        self._changed()

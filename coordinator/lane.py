@@ -31,6 +31,7 @@ class _Sent:
     epoch: int
     stall_limit_s: float | None
     answer: "asyncio.Future[rank_pb2.ExecuteResponse]"
+    on_more: Callable[[rank_pb2.ExecuteResponse], None] | None
 
 
 class Lane:
@@ -49,13 +50,23 @@ class Lane:
         self._sent: dict[int, _Sent] = {}
         self._closed_reason: str | None = None
         self._outbox: asyncio.Queue[rank_pb2.ExecuteRequest] = asyncio.Queue()
+        self._stub = stub
+        self._calls: set[Any] = set()
+        """Calls beside the stream that are under way."""
         self._call: Any = stub.Execute()
         self._tasks = (asyncio.create_task(self._write()), asyncio.create_task(self._read()))
 
-    def submit(self, kind: str, command: Any, stall_limit_s: float | None) -> "asyncio.Future[rank_pb2.ExecuteResponse]":
+    def submit(
+        self,
+        kind: str,
+        command: Any,
+        stall_limit_s: float | None,
+        on_more: Callable[[rank_pb2.ExecuteResponse], None] | None = None,
+    ) -> "asyncio.Future[rank_pb2.ExecuteResponse]":
         """Queues a command under the lane's current epoch; the future ends with the answer, `CommandFailed` or `LaneClosed`.
 
-        stall_limit_s: how long the rank may be without progress while it runs this command; None = any time.
+        stall_limit_s: how long the rank may be without progress while it runs this command; None = any time. on_more: takes
+        what the rank says before it answers; None = it may say nothing.
         """
         answer: asyncio.Future[rank_pb2.ExecuteResponse] = asyncio.get_running_loop().create_future()
         answer.add_done_callback(_notice)
@@ -63,7 +74,7 @@ class Lane:
             answer.set_exception(LaneClosed(self.rank, self._closed_reason))
             return answer
         self._sequence += 1
-        self._sent[self._sequence] = _Sent(kind, _operation(kind, command), self.epoch, stall_limit_s, answer)
+        self._sent[self._sequence] = _Sent(kind, _operation(kind, command), self.epoch, stall_limit_s, answer, on_more)
         self._outbox.put_nowait(
             rank_pb2.ExecuteRequest(sequence=self._sequence, epoch=self.epoch, instance=self.instance, **{kind: command})
         )
@@ -77,6 +88,15 @@ class Lane:
             return await asyncio.wait_for(self.submit(kind, command, stall_limit_s), timeout_s)
         except TimeoutError:
             raise CommandTimedOut(self.rank, f"no answer to {kind} within {timeout_s:g} s") from None
+
+    def end_run(self, ticket: int, timeout_s: float) -> None:
+        """Asks the rank to end a run of steps. Whatever becomes of the call: the run ends by itself, or with the lane."""
+        if self._closed_reason is not None:
+            return
+        request = rank_pb2.EndRunRequest(instance=self.instance, epoch=self.epoch, ticket=ticket)
+        call = self._stub.EndRun(request, timeout=timeout_s)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
 
     def stall_limit_s(self, sequence: int) -> float | None:
         """How long the rank may be without progress while it runs the command; None when that is unknown or unlimited."""
@@ -121,7 +141,9 @@ class Lane:
             self.close(_why(error))
 
     def _take(self, response: rank_pb2.ExecuteResponse) -> None:
-        sent = self._sent.pop(response.sequence, None)
+        sent = self._sent.get(response.sequence)
+        if sent is not None and not response.more:
+            del self._sent[response.sequence]
         if sent is None:
             self.close(f"it answered command {response.sequence}, which is not open")
         elif response.instance != self.instance or response.epoch != sent.epoch:
@@ -129,6 +151,11 @@ class Lane:
             self.close(f"it answered {sent.kind} of epoch {sent.epoch} for another instance or epoch {response.epoch}")
         elif sent.answer.done():
             return
+        elif response.more and sent.on_more is not None and response.WhichOneof("result") == RESULT_OF[sent.kind]:
+            sent.on_more(response)
+        elif response.more:
+            sent.answer.cancel()
+            self.close(f"it has not ended {sent.kind} with what it says")
         elif response.WhichOneof("result") == "error":
             sent.answer.set_exception(CommandFailed(self.rank, sent.operation, response.error.reason, response.error.message))
         elif response.WhichOneof("result") == RESULT_OF[sent.kind]:

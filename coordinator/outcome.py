@@ -25,15 +25,16 @@ class Outcome:
     """Time in collectives of the rank that spent least there: of all it is the one that waited least for others."""
 
 
-def put_together(
-    step: ScheduledStep, ticket: int, lanes: Sequence[Lane], responses: Sequence[rank_pb2.ExecuteResponse]
-) -> Outcome:
-    """Raises BadAnswer when the ranks disagree, or answer anything but what the step asks."""
+def put_together(step: ScheduledStep, ticket: int, answers: Sequence[tuple[Lane, rank_pb2.ExecuteResponse]]) -> Outcome:
+    """answers: of all ranks that have something to say.
+
+    Raises BadAnswer when the ranks disagree, or answer anything but what the step asks."""
     sampled: dict[int, int] = {}
     failed: dict[int, str] = {}
     logprobs: dict[int, common_pb2.PositionLogprobs] = {}
     scores: dict[int, dict[int, common_pb2.PositionLogprobs]] = {}
-    for lane, response in zip(lanes, responses, strict=True):
+    first = answers[0][0].rank
+    for lane, response in answers:
         if response.step.ticket != ticket:
             raise BadAnswer(lane.rank, f"the result of step {ticket} says step {response.step.ticket}")
         for token in response.step.sampled:
@@ -53,17 +54,17 @@ def put_together(
     rows = {row.handle: row for row in step.rows}
     drawing = {handle for handle, row in rows.items() if row.sample}
     if not (sampled.keys() <= drawing <= sampled.keys() | failed.keys() <= rows.keys()):
-        raise BadAnswer(lanes[0].rank, f"step {ticket} wanted {len(drawing)} draws and got {len(sampled) + len(failed)} others")
+        raise BadAnswer(first, f"step {ticket} wanted {len(drawing)} draws and got {len(sampled) + len(failed)} others")
     # One rank may fail a row that another one has drawn for, or scored in part.
     sampled = {handle: token for handle, token in sampled.items() if handle not in failed}
     in_order = {handle: dict(sorted(scored.items())) for handle, scored in scores.items() if handle not in failed}
     asked = {handle: _scored_positions(row) for handle, row in rows.items() if row.score_token_ids and handle not in failed}
     if {handle: list(positions) for handle, positions in in_order.items()} != asked:
         wanted = sum(map(len, asked.values()))
-        raise BadAnswer(lanes[0].rank, f"step {ticket} wanted {wanted} prompt scores and got others")
+        raise BadAnswer(first, f"step {ticket} wanted {wanted} prompt scores and got others")
     of_prompts = {handle: list(positions.values()) for handle, positions in in_order.items()}
-    rank_s = max(response.worker_us for response in responses) / 1e6
-    collective_s = min(response.step.collective_us for response in responses) / 1e6
+    rank_s = max(response.worker_us for _, response in answers) / 1e6
+    collective_s = min(response.step.collective_us for _, response in answers) / 1e6
     return Outcome(sampled, failed, logprobs, of_prompts, rank_s, collective_s)
 
 

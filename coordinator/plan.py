@@ -109,6 +109,8 @@ class ScheduledStep:
     cost_version: int
     """Version of the cost model that chose, or `NOTHING_CHOSEN`."""
     facts: StepFacts = StepFacts()  # noqa: RUF009 - frozen
+    ahead: int = 0
+    """Further steps that the ranks may take by themselves (see `coordinator.runs`)."""
 
     @property
     def num_tokens(self) -> int:

@@ -14,6 +14,7 @@ from coordinator.plan import Row, ScheduledStep
 from coordinator.pricing import Pricing
 from coordinator.request import Event, Request, State
 from coordinator.rows import finish_reason
+from coordinator.runs import lead, moved_on
 from coordinator.scheduler_types import Progress, QueueFull, SchedulerConfig, SchedulerStats, StepOrderError
 from coordinator.seats import Seats
 from coordinator.step_draft import StepDraft
@@ -67,6 +68,11 @@ class Scheduler:
     def free_blocks(self) -> tuple[int, ...]:
         """Free blocks of each member; evictable prefix blocks count as free."""
         return self._kv.free_blocks
+
+    @property
+    def in_flight(self) -> ScheduledStep | None:
+        """The step that the ranks compute."""
+        return self._in_flight
 
     @property
     def table_blocks(self) -> tuple[int, ...]:
@@ -174,30 +180,35 @@ class Scheduler:
             raise StepOrderError("a step is already in flight")
         draft = StepDraft(self._config, self._kv, self._seats, self._stats)
         draft.fill()
-        rows, admissions = draft.rows, draft.admissions
+        rows, admissions = tuple(draft.rows), draft.admissions
         if not rows and not self._seats.released:
             return None
         choice, facts = self._owners.decide(rows, self._seats.running)
+        ahead = 0
+        if rows and not self._seats.anyone_is_to_come:
+            ahead, rows = lead(rows, self._seats.running, self._kv, self._config.max_ahead)
         step = ScheduledStep(
             released=tuple(self._seats.released),
             admitted=tuple(admissions),
-            rows=tuple(rows),
+            rows=rows,
             decode_mode=choice.decode_mode,
             gather=choice.gather,
             cost_version=choice.cost_version,
             facts=facts,
+            ahead=ahead,
         )
         self._seats.released.clear()
         self._in_flight = step
         return step
 
     def commit(
-        self, step: ScheduledStep, sampled: Mapping[int, int], failed: Mapping[int, str] | None = None
+        self, step: ScheduledStep, sampled: Mapping[int, int], failed: Mapping[int, str] | None = None, *, more: bool = False
     ) -> list[Progress]:
         """Takes over the results of the step in flight; sampled: token by handle, failed: error by handle of a lost row.
 
-        `StepOrderError` for any other step (a late result), `ValueError`, and no change, when a row that samples has no
-        result or a result has no row.
+        more: the ranks go on with the run, whose next step is now `in_flight`. Requests that have ended meanwhile keep their
+        blocks until the run is over. `StepOrderError` for any other step (a late result), `ValueError`, and no change, when a
+        row that samples has no result, a result has no row, or the run can't go on.
         """
         failed = failed or {}
         if step is not self._in_flight:
@@ -209,7 +220,9 @@ class Scheduler:
                 f"the step draws for {sorted(drawing)} of {sorted(carried)}, "
                 f"tokens came for {sorted(sampled)}, errors for {sorted(failed)}"
             )
-        self._in_flight = None
+        if more and (failed or not step.ahead):
+            raise ValueError(f"{len(failed)} rows failed and {step.ahead} further steps are allowed, but the ranks go on")
+        self._in_flight = moved_on(step, sampled) if more else None
         progress = [self._commit_row(row, sampled.get(row.handle), failed.get(row.handle)) for row in step.rows]
         return [each for each in progress if each is not None]
 
@@ -221,10 +234,13 @@ class Scheduler:
         before = request.num_recomputed
         request.advance(row.start + len(row.token_ids))
         self._stats.recomputed_tokens += request.num_recomputed - before
-        self._kv.register(request, self._owners.num_shared(request))
+        if request.num_computed <= request.num_known:
+            self._kv.register(request, self._owners.num_shared(request))
         if row.score_token_ids:
             request.num_scored = row.score_start + len(row.score_token_ids)
         if request.state is State.ENDING:
+            if self._in_flight is not None:
+                return None
             self._seats.leave(request, "abort")
             return Progress(row.handle, None, request.finish_reason)
         if token is None:

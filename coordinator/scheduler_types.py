@@ -17,7 +17,7 @@ class StepOrderError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
-    """Bounds of one scheduling set; `ValueError` below 1."""
+    """Bounds of one scheduling set; `ValueError` where one that must be at least 1 is not."""
 
     max_num_seqs: int
     """Requests that run at the same time."""
@@ -25,9 +25,11 @@ class SchedulerConfig:
     """Tokens of one step."""
     max_waiting: int
     """Requests that may queue; preempted ones are counted but never refused."""
+    max_ahead: int = 0
+    """Steps that ranks may take by themselves after one that they were sent."""
 
     def __post_init__(self) -> None:
-        for name in self.__slots__:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 

@@ -42,6 +42,11 @@ class Seats:
         """Requests that have a seat, or will have one without asking again."""
         return len(self.running) + len(self.reserved) + len(self.arrived)
 
+    @property
+    def anyone_is_to_come(self) -> bool:
+        """Whether a step may take in another request."""
+        return bool(self.waiting or self.arrived)
+
     def clear(self) -> list[Request]:
         """All is lost; returns the requests that were not over."""
         ended = [*self.running.values(), *self.arrived.values(), *self.reserved.values(), *self.waiting.values()]

@@ -8,6 +8,7 @@ from coordinator.dispatch import Dispatcher
 from coordinator.engine import Engine
 from coordinator.predict import StepPredictor, layer_parameters, prior_seconds_per_pair, prior_seconds_per_token
 from coordinator.pricing import Pricing
+from coordinator.runs import MAX_AHEAD
 from coordinator.scheduler import Scheduler, SchedulerConfig
 from coordinator.text_worker import TextWorker
 from coordinator.timings import Timings
@@ -61,7 +62,7 @@ class SetMaker:
     def engine(self, spec: SchedulingSet, pool_blocks: int) -> Engine:
         """An engine for one of them."""
         config = self.side.config
-        bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting)
+        bounds = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, self._max_waiting, MAX_AHEAD)
         latent = self._shape.mla is not None
         gather = LATENT_GATHERS.get(config.mla_gather, GATHERS[config.pcp_gather])
         replicas = Replicas(config.pcp, config.dcp, computable(latent), gather, latent)

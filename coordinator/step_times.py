@@ -18,7 +18,7 @@ class StepMeter:
     """Sums over all steps with rows, medians over the last WINDOW of them; a step without rows computes nothing."""
 
     def __init__(self) -> None:
-        self._steps = 0
+        self._steps = self._plans = 0
         self._plan_bytes = 0
         self._wall_s: deque[float] = deque(maxlen=WINDOW)
         self._rank_s: deque[float] = deque(maxlen=WINDOW)
@@ -29,11 +29,15 @@ class StepMeter:
         """Steps by decode mode and gather."""
 
     def record(self, step: ScheduledStep, wall_s: float, rank_s: float, collective_s: float, plan_bytes: int) -> None:
-        """wall_s: from the begin of scheduling to the end of the commit. rank_s, collective_s: see `Outcome`."""
+        """wall_s: from the begin of scheduling to the end of the commit. rank_s, collective_s: see `Outcome`.
+        plan_bytes: 0 for a step that the ranks have taken by themselves.
+        """
         if not step.rows:
             return
         self._steps += 1
-        self._plan_bytes = plan_bytes
+        if plan_bytes:
+            self._plans += 1
+            self._plan_bytes = plan_bytes
         self._wall_s.append(wall_s)
         self._rank_s.append(rank_s)
         self._totals_s = _sums([self._totals_s, (wall_s, rank_s, collective_s)])
@@ -45,6 +49,7 @@ class StepMeter:
         """One meter over several sets: medians over the last steps of each (0 = all remembered), the largest plan."""
         whole = cls()
         whole._steps = sum(meter._steps for meter in meters)
+        whole._plans = sum(meter._plans for meter in meters)
         whole._plan_bytes = max((meter._plan_bytes for meter in meters), default=0)
         whole._wall_s = deque(wall for meter in meters for wall in list(meter._wall_s)[-last_steps:])
         whole._rank_s = deque(rank for meter in meters for rank in list(meter._rank_s)[-last_steps:])
@@ -58,6 +63,7 @@ class StepMeter:
         wall_s, rank_s, collective_s = self._totals_s
         times = coordinator_pb2.StepTimes(
             steps=self._steps,
+            plans=self._plans,
             last_plan_bytes=self._plan_bytes,
             total_rank_s=rank_s,
             total_collective_s=collective_s,

@@ -27,6 +27,7 @@ def to_step_plan(step: ScheduledStep, ticket: int, timeout_ms: int) -> rank_pb2.
             for admission in step.admitted
         ],
         rows=[_row(row) for row in step.rows],
+        ahead=step.ahead,
     )
 
 

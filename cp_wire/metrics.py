@@ -91,6 +91,7 @@ def _steps(status: coordinator_pb2.GetStatusResponse) -> list[Metric]:
     durations.add_metric([], buckets or [("+Inf", 0)], times.durations.sum_s)
     return [
         _counter("steps", "Steps by how replicas shared them and what was gathered", ways),
+        _counter("plans", "Plans that were sent for the steps", [(ONE, times.plans)]),
         durations,
         _counter("step_rank_seconds", "Time of the slowest rank, over all steps", [(ONE, times.total_rank_s)]),
         _counter(

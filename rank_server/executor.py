@@ -24,10 +24,10 @@ from rank_server.kv_pool import KvPool
 from rank_server.link_timing import time_all_gather
 from rank_server.models.decoder import SplitGroups
 from rank_server.models.table import build_model, load_weights, resident_weights, up_projections
-from rank_server.penalties import TokenHistory
 from rank_server.place import Place
 from rank_server.pool_store import memory_to_share
 from rank_server.recorded import RecordedPasses, few_decodes
+from rank_server.runs import Report, run
 from rank_server.sequences import PlanRefused, SequenceTable
 from rank_server.step_batch import build, commit, hold, keep_history, no_history, take_in
 
@@ -72,6 +72,7 @@ class Executor:
         self._sequences = SequenceTable()
         self.shared_memory: SharedPool | None = None
         """Where the pool lies, if other processes of this host may read it there."""
+        self._run_to_end = 0
         self.load_fraction = 0.0
         """How much of its weights the rank has in memory, 0 … 1; may be read from any thread."""
 
@@ -137,17 +138,8 @@ class Executor:
         spec = shape.kv_spec(place.grid.tp)
         shared = memory_to_share(num_blocks * self._bytes_per_block) if self._pool_is_shared else None
         with room_on(place.device, f"a KV pool of {num_blocks * self._bytes_per_block} bytes"):
-            pool = KvPool(
-                num_layers=shape.num_layers,
-                num_blocks=num_blocks,
-                block_size=place.layout.block_size,
-                num_kv_heads=spec.heads,
-                head_dim=spec.width,
-                dtype=place.kv_dtype,
-                device=place.device,
-                rows=spec.rows,
-                memory=None if shared is None else torch.from_numpy(shared.data),
-            )
+            size, memory = place.layout.block_size, None if shared is None else torch.from_numpy(shared.data)
+            pool = KvPool.of(spec, shape.num_layers, num_blocks, size, place.kv_dtype, place.device, memory)
         if pool.bytes_per_block != self._bytes_per_block:
             raise PoolRefused(f"a KV block takes {pool.bytes_per_block} bytes, {self._bytes_per_block} were planned")
         self._pool = pool
@@ -191,17 +183,20 @@ class Executor:
         for group in list(self._groups.values()):
             group.close()
 
-    def step(self, plan: rank_pb2.StepPlan) -> rank_pb2.StepResult:
-        """One forward pass. Collectives fail after the plan's timeout; a failure leaves the rank to be reset."""
+    def step(self, plan: rank_pb2.StepPlan, meanwhile: Callable[[], None] = lambda: None) -> rank_pb2.StepResult:
+        """One forward pass; meanwhile: is called when it begins, if the plan has rows. Collectives fail after the plan's
+        timeout; a failure leaves the rank to be reset."""
         place, pool = self.place, self.pool
         check_way(plan, place.grid)
         for group in self._groups.values():
             group.set_timeout(plan.timeout_ms / 1000)
         calls_before, seconds_before = self._exchanged
-        take_in(plan, self._sequences, place.layout, place.member, self._history_of if self._samples else no_history)
+        keep = partial(keep_history, vocab_size=self._files.shape.vocab_size, device=place.device)
+        history_of = keep if self._samples else no_history
+        take_in(plan, self._sequences, place.layout, place.member, history_of)
         result = rank_pb2.StepResult()
         if plan.rows:
-            result = self._forward(plan, pool)
+            result = self._forward(plan, pool, meanwhile)
             commit(plan, self._sequences)
         result.ticket = plan.ticket
         result.blocks_in_use = self._sequences.blocks_in_use
@@ -210,8 +205,17 @@ class Executor:
         result.collective_us = round(1e6 * (seconds - seconds_before))
         return result
 
+    def run(self, plan: rank_pb2.StepPlan, report: Report) -> rank_pb2.StepResult:
+        """The plan's step and the run that it allows; see `rank_server.runs`."""
+        group, device = self._group("wide"), self.place.device
+        return run(plan, self.step, self._sequences, group, device, lambda: self._run_to_end >= plan.ticket, report)
+
+    def end_run(self, ticket: int) -> None:
+        """Runs up to this ticket end after the step that they are in; may be called from any thread."""
+        self._run_to_end = max(self._run_to_end, ticket)
+
     @torch.inference_mode()
-    def _forward(self, plan: rank_pb2.StepPlan, pool: KvPool) -> rank_pb2.StepResult:
+    def _forward(self, plan: rank_pb2.StepPlan, pool: KvPool, meanwhile: Callable[[], None]) -> rank_pb2.StepResult:
         place = self.place
         model, ways = self._assemble(pool)
         rows = hold(plan, self._sequences, place.layout, place.member)
@@ -224,10 +228,10 @@ class Executor:
 
         split = plan.decode_mode == common_pb2.DECODE_MODE_SPLIT
         if self._recorded is not None and isinstance(flow, ReplicatedFlow) and few_decodes(share):
-            hidden = self._recorded.forward(batch.token_ids, batch.positions, attend, flow.batch, split)
+            hidden = self._recorded.forward(batch.token_ids, batch.positions, attend, flow.batch, split, meanwhile)
         else:
-            answered = None if split else batch.answered
-            hidden = model.forward(batch.token_ids, batch.positions, attend, split, answered)
+            meanwhile()
+            hidden = model.forward(batch.token_ids, batch.positions, attend, split, None if split else batch.answered)
         samples = self._samples and not (split and place.pcp_index > 0)
         logits_of = partial(model.logits, split=split)
         return answer(batch, hidden, logits_of, self._files.shape.vocab_size, samples, self._progress)
@@ -242,9 +246,6 @@ class Executor:
     def _samples(self) -> bool:
         """Whether this rank draws for its replica."""
         return self.place.tp_index == 0
-
-    def _history_of(self, admitted: rank_pb2.AdmittedRequest) -> TokenHistory | None:
-        return keep_history(admitted, self._files.shape.vocab_size, self.place.device)
 
     def _assemble(self, pool: KvPool) -> "tuple[Model, Ways]":
         if self._model is None or self._ways is None:

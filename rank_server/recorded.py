@@ -47,22 +47,32 @@ class RecordedPasses:
         """None for a model whose passes can't be recorded."""
         return cls(model, progress) if isinstance(model, DecoderModel) and model.compiled else None
 
-    def forward(self, token_ids: Tensor, positions: Tensor, attend: Attend, batch: AttentionBatch, split: bool) -> Tensor:
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        batch: AttentionBatch,
+        split: bool,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
         """token_ids and positions [T], of T requests that have one row each: see `DecoderModel.forward`. batch: what `attend`
         attends. All rows come back, also for a replica that wants none: a pass that left some out could not be recorded.
+        meanwhile: is called once, when Python has least to do.
 
         Raises what the programs and groups of a pass raise.
         """
         begin = self._model.begin(token_ids, positions)
         key = len(token_ids), split
-        if key not in self._passes:
-            return self._record(key, begin, attend, batch)
-        found = self._passes[key]
+        found = self._passes.get(key)
         if found is None:
+            meanwhile()
+            if key not in self._passes:
+                return self._record(key, begin, attend, batch)
             return self._model.between(*begin, attend, split)
         for kept, new in zip(found.given, (*begin, batch.slots), strict=True):
             kept.copy_(new)
-        found.tape.run(batch, self._progress)
+        found.tape.run(batch, self._progress, meanwhile)
         return found.hidden
 
     def _record(

@@ -3,7 +3,6 @@ worker."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import grpc
@@ -17,13 +16,22 @@ from model_files import ModelRefused
 from rank_server.collectives.base import CollectiveError
 from rank_server.executor import Executor
 from rank_server.models.weights import WeightError
+from rank_server.runs import EVERY_TICKET
+from rank_server.said import Said
 from rank_server.sequences import PlanRefused
 from rank_server.transfer import Transfers
 from rank_server.worker import Worker
 
 log = get_logger("rank")
 
-Request = TypeVar("Request", rank_pb2.LeaseRequest, rank_pb2.EndLeaseRequest, rank_pb2.PullRequest, rank_pb2.EndPullRequest)
+Request = TypeVar(
+    "Request",
+    rank_pb2.EndRunRequest,
+    rank_pb2.LeaseRequest,
+    rank_pb2.EndLeaseRequest,
+    rank_pb2.PullRequest,
+    rank_pb2.EndPullRequest,
+)
 Response = TypeVar("Response")
 
 _REASONS: tuple[tuple[type[Exception], str], ...] = (
@@ -67,7 +75,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
     async def Execute(
         self, request_iterator: AsyncIterator[rank_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
     ) -> None:
-        """Commands in, results out, one at a time, in order."""
+        """Commands in, results out, in order; a run of steps has several results."""
         if self._stopping:
             await errors.abort(context, errors.Unavailable(f"rank {self._rank} is stopping"))
         if self._lane is not None:
@@ -82,7 +90,8 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                     await errors.abort(
                         context, errors.ConfigRefused(f"rank {self._rank} expected command {sequence}, got {request.sequence}")
                     )
-                await context.write(await self._answer(request))
+                async for response in self._answers(request):
+                    await context.write(response)
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
@@ -95,6 +104,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
         A coordinator that is writing a command at that moment may see a broken call instead.
         """
         self._stopping = True
+        self._executor.end_run(EVERY_TICKET)
         if self._lane is not None and not self.lane_closed.is_set():
             self._lane.cancel()
 
@@ -111,6 +121,15 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             commands_done=progress.commands_done,
             load_fraction=self._executor.load_fraction,
         )
+
+    async def EndRun(self, request: rank_pb2.EndRunRequest, context: grpc.aio.ServicerContext) -> rank_pb2.EndRunResponse:
+        """See `Executor.end_run`."""
+
+        async def end(request: rank_pb2.EndRunRequest) -> rank_pb2.EndRunResponse:
+            self._executor.end_run(request.ticket)
+            return rank_pb2.EndRunResponse()
+
+        return await self._beside(end, request, context)
 
     async def Lease(self, request: rank_pb2.LeaseRequest, context: grpc.aio.ServicerContext) -> rank_pb2.LeaseResponse:
         """See `Transfers.lease`."""
@@ -140,29 +159,39 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             return await call(request)
         except Exception as error:
             if not isinstance(error, errors.KvloomError):
-                log.error("call failed", exc=error, session=request.session)
+                log.error("call failed", exc=error, call=type(request).__name__, session=getattr(request, "session", None))
             await errors.abort(context, error)
 
-    async def _answer(self, request: rank_pb2.ExecuteRequest) -> rank_pb2.ExecuteResponse:
+    async def _answers(self, request: rank_pb2.ExecuteRequest) -> AsyncIterator[rank_pb2.ExecuteResponse]:
+        """The answer to a command, and before it what a run of steps tells on its way."""
         kind = request.WhichOneof("command")
-        response = rank_pb2.ExecuteResponse(sequence=request.sequence, instance=self._instance, epoch=request.epoch)
         refusal = self._refusal(request, kind)
         if refusal is not None:
-            response.error.CopyFrom(rank_pb2.CommandError(reason="PLAN_REFUSED", message=refusal))
-            return response
+            yield self._response(request, error=rank_pb2.CommandError(reason="PLAN_REFUSED", message=refusal))
+            return
         self._epoch = request.epoch
+        told_us = 0
         try:
             if kind == "reset":
                 await self._transfers.reset()
             elif kind == "step":
                 self._transfers.stamp(request.step)
-            field, result, response.worker_us = await self._run(request.sequence, *self._command(request, kind))
-            getattr(response, field).CopyFrom(result)
+            said = Said(asyncio.get_running_loop())
+            field, command = self._command(request, kind, said)
+            said.last(self._worker.submit(request.sequence, command))
+            async for result, step_us in said:
+                told_us += step_us
+                yield self._response(request, worker_us=step_us, more=True, **{field: result})
+            result, worker_us = said.result()
+            answer = self._response(request, worker_us=worker_us - told_us, **{field: result})
         except Exception as error:
             if not isinstance(error, tuple(kind for kind, _ in _REASONS)):
                 log.error("command failed", exc=error, command=kind)
-            response.error.CopyFrom(command_error(error))
-        return response
+            answer = self._response(request, error=command_error(error))
+        yield answer
+
+    def _response(self, request: rank_pb2.ExecuteRequest, **fields: Any) -> rank_pb2.ExecuteResponse:
+        return rank_pb2.ExecuteResponse(sequence=request.sequence, instance=self._instance, epoch=request.epoch, **fields)
 
     def _refusal(self, request: rank_pb2.ExecuteRequest, kind: str | None) -> str | None:
         if kind is None:
@@ -175,7 +204,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             return f"epoch {request.epoch} must start with a reset, got {kind} at epoch {self._epoch}"
         return None
 
-    def _command(self, request: rank_pb2.ExecuteRequest, kind: str | None) -> tuple[str, Callable[[], Any]]:
+    def _command(self, request: rank_pb2.ExecuteRequest, kind: str | None, said: Said) -> tuple[str, Callable[[], Any]]:
         executor = self._executor
         match kind:
             case "configure":
@@ -205,9 +234,4 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             case "reset":
                 return "reset_done", executor.reset
             case _:
-                return "step", lambda: executor.step(request.step)
-
-    async def _run(self, sequence: int, field: str, command: Callable[[], Any]) -> tuple[str, Any, int]:
-        future: Future[tuple[Any, int]] = self._worker.submit(sequence, command)
-        result, worker_us = await asyncio.wrap_future(future)
-        return field, result, worker_us
+                return "step", lambda: executor.run(request.step, said.more)

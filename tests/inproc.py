@@ -13,68 +13,14 @@ from pathlib import Path
 import torch
 
 from coordinator.choice import Replicas, computable
-from coordinator.plan import DecodeMode, Gather, Sampling, ScheduledStep
+from coordinator.plan import Gather, Sampling, ScheduledStep
 from coordinator.request import Request
 from coordinator.scheduler import Progress, Scheduler, SchedulerConfig
 from coordinator.wire_plan import to_step_plan
-from cp_layout.grid import Grid
-from cp_layout.interleave import Layout
-from cp_layout.reorg import WORKSPACE_BYTES
 from cp_wire.pb import common_pb2, rank_pb2
-from model_files import open_model
-from rank_server.collectives.local import LocalBackend, LocalHub
-from rank_server.collectives.shm import ShmBackend
-from rank_server.executor import Executor
-from rank_server.worker import Worker
+from tests.inproc_ranks import InprocRanks, Shape
 
-STEP_DEADLINE_S = 60.0
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A cluster to build; the fields are the flags of `kvloom up`."""
-
-    tp: int = 1
-    pcp: int = 1
-    dcp: int = 1
-    interleave: int = 4
-    block_size: int = 4
-    blocks: int = 64
-    max_num_seqs: int = 16
-    budget: int = 64
-    merge: str = "a2a"
-    dtype: str = "float32"
-    kv_dtype: str = "float32"
-    ways: frozenset[DecodeMode] | None = None
-    """What the scheduler may choose; None = all that ranks can do."""
-    pcp_gather: Gather = Gather.NONE
-    """What prefill rows have to gather; NONE = as the scheduler chooses."""
-    always_owner: bool = False
-    """Steps of a few decode rows are dealt out too."""
-    workspace_bytes: int = WORKSPACE_BYTES
-    pool_is_shared: bool = False
-    """Pools lie where other processes of this host can read them."""
-    collectives: str = "local"
-    """Or shm."""
-
-    def config(self) -> common_pb2.ClusterConfig:
-        return common_pb2.ClusterConfig(
-            tp=self.tp,
-            pcp=self.pcp,
-            dcp=self.dcp,
-            dp=1,
-            interleave=self.interleave,
-            block_size=self.block_size,
-            max_model_len=1 << 20,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.budget,
-            merge={"a2a": common_pb2.MERGE_A2A, "ag_rs": common_pb2.MERGE_AG_RS}[self.merge],
-            dtype=self.dtype,
-            kv_cache_dtype=self.kv_dtype,
-            collectives=self.collectives,
-            device="cpu",
-            kv_cache_tokens_per_rank=self.blocks * self.block_size,
-        )
+__all__ = ["Generation", "InprocCluster", "Shape", "cluster"]
 
 
 @dataclass
@@ -90,51 +36,27 @@ class Generation:
     """By prompt position; each one is reported once."""
 
 
-class InprocCluster:
+class InprocCluster(InprocRanks):
     """Ranks, scheduler and a loop over both."""
 
     def __init__(self, model: Path, shape: Shape) -> None:
-        self.shape = shape
-        self.grid = Grid(tp=shape.tp, pcp=shape.pcp, dcp=shape.dcp)
-        self.layout = Layout(num_shards=shape.dcp, interleave=shape.interleave, block_size=shape.block_size)
-        files = open_model(model)
-        hub = LocalHub()
-        self.workers = [Worker() for _ in range(self.grid.world_size)]
-        self.executors = [
-            Executor(
-                files,
-                {"local": lambda: LocalBackend(hub), "shm": ShmBackend},
-                worker.touch,
-                workspace_bytes=shape.workspace_bytes,
-            )
-            for worker in self.workers
-        ]
-        for worker in self.workers:
-            worker.start()
+        super().__init__(model, shape)
         self.steps: list[ScheduledStep] = []
         self.plans: list[rank_pb2.StepPlan] = []
         self.results: list[list[rank_pb2.StepResult]] = []
         self.generations: dict[int, Generation] = {}
         self._free = [set(range(shape.blocks)) for _ in range(shape.dcp)]
-        self._sequence = 0
         self._ticket = 0
         self._handle = 0
         self._prefills: dict[int, int] = {}
-        self._bring_up()
-        latent = files.shape.mla is not None
+        latent = self.files.shape.mla is not None
         self.scheduler = Scheduler(
-            SchedulerConfig(max_num_seqs=shape.max_num_seqs, max_num_batched_tokens=shape.budget, max_waiting=1000),
+            SchedulerConfig(shape.max_num_seqs, shape.budget, max_waiting=1000, max_ahead=shape.ahead),
             self.layout,
             shape.blocks,
             identity=b"inproc",
             replicas=Replicas(shape.pcp, shape.dcp, shape.ways or computable(latent), shape.pcp_gather, latent),
         )
-
-    def close(self) -> None:
-        for executor in self.executors:
-            executor.close_groups()
-        for worker in self.workers:
-            assert worker.stop(STEP_DEADLINE_S)
 
     def generate(
         self, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int], samplings: Sequence[Sampling] | None = None
@@ -178,7 +100,7 @@ class InprocCluster:
         return list(done.values())
 
     def step(self) -> list[Progress] | None:
-        """One schedule → ranks → commit; None when there is nothing to do."""
+        """One schedule → ranks → commit, with all steps of its run; None when there is nothing to do."""
         step = self.scheduler.schedule()
         if step is None:
             return None
@@ -188,9 +110,17 @@ class InprocCluster:
         plan = to_step_plan(step, ticket=self._ticket, timeout_ms=30_000)
         if self.shape.always_owner and plan.rows:
             self._force_owner(plan)
-        self.plans.append(plan)
-        results = self.execute(plan)
+        *told, last = self.execute(plan)
+        progress = [each for results in told for each in self._take_over(plan, results, more=True)]
+        return progress + self._take_over(plan, last, more=False)
+
+    def _take_over(self, plan: rank_pb2.StepPlan, results: list[rank_pb2.StepResult], more: bool) -> list[Progress]:
+        """Commits a step of a plan, after which its run goes on or not."""
+        step = self.scheduler.in_flight
         self.steps.append(step)
+        of_step = to_step_plan(step, plan.ticket, plan.timeout_ms)
+        of_step.decode_mode, of_step.gather = plan.decode_mode, plan.gather
+        self.plans.append(of_step)
         self.results.append(results)
         drawn = [token for result in results for token in result.sampled]
         tokens = [token.handle for token in drawn if not token.error]
@@ -198,7 +128,7 @@ class InprocCluster:
         failed = {token.handle: token.error for token in drawn if token.error}
         sampled = {token.handle: token.token_id for token in drawn if not token.error}
         self._keep_scores([scores for result in results for scores in result.scores])
-        progress = self.scheduler.commit(step, sampled, failed)
+        progress = self.scheduler.commit(step, sampled, failed, more=more)
         self._fill_freed_blocks()
         logprobs = {token.handle: token.logprobs.sampled for token in drawn if token.HasField("logprobs")}
         for item in progress:
@@ -206,10 +136,6 @@ class InprocCluster:
                 self.generations[item.handle].token_ids.append(item.new_token)
                 self.generations[item.handle].logprobs += [logprobs[item.handle]] if item.handle in logprobs else []
         return progress
-
-    def execute(self, plan: rank_pb2.StepPlan) -> list[rank_pb2.StepResult]:
-        """Has every rank run the plan."""
-        return self.everywhere(lambda executor: executor.step(plan))
 
     def _force_owner(self, plan: rank_pb2.StepPlan) -> None:
         """Has the step's rows dealt out, few as they may be."""
@@ -223,47 +149,6 @@ class InprocCluster:
             for position, logprobs in enumerate(each.positions, start=each.start):
                 assert position not in self.generations[each.handle].prompt_logprobs
                 self.generations[each.handle].prompt_logprobs[position] = logprobs
-
-    def everywhere(self, call) -> list:  # type: ignore[no-untyped-def]
-        """Runs call(executor) on every rank's own thread, in rank order of the results."""
-        self._sequence += 1
-        futures = [
-            worker.submit(self._sequence, lambda executor=executor: call(executor))
-            for worker, executor in zip(self.workers, self.executors, strict=True)
-        ]
-        return [future.result(STEP_DEADLINE_S)[0] for future in futures]
-
-    def _bring_up(self) -> None:
-        config = self.shape.config()
-        ranks = range(self.grid.world_size)
-        futures = [
-            self.workers[rank].submit(
-                0,
-                lambda rank=rank: self.executors[rank].configure(config, rank, pool_is_shared=self.shape.pool_is_shared),
-            )
-            for rank in ranks
-        ]
-        for future in futures:
-            assert future.result(STEP_DEADLINE_S)[0].max_kv_blocks == self.shape.blocks
-        self.everywhere(lambda executor: executor.allocate_pool(self.shape.blocks))
-        self.everywhere(lambda executor: executor.pool.fill_nan(range(self.shape.blocks)))
-        self.open_groups()
-
-    def open_groups(self) -> None:
-        """As every rank needs them after its pool is there, and after a reset."""
-        for name, group in self.grid.named_groups().items():
-            if len(group) == 1:
-                continue
-            first = self.workers[group[0]].submit(0, lambda n=name, g=group: self.executors[g[0]].prepare_group(n, g))
-            bootstrap = first.result(STEP_DEADLINE_S)[0].bootstrap
-            opened = [
-                self.workers[rank].submit(
-                    0, lambda r=rank, n=name, g=group, b=bootstrap: self.executors[r].open_group(n, g, b, 30.0)
-                )
-                for rank in group
-            ]
-            for future in opened:
-                future.result(STEP_DEADLINE_S)
 
     def free_blocks(self, member: int) -> set[int]:
         """Blocks of a member that nobody holds and the prefix cache does not name."""

@@ -176,7 +176,7 @@ class Pair:
                     num_prompt_tokens=length,
                     num_prefill_tokens=length,
                 )
-            results = await asyncio.to_thread(self.target.execute, plan)
+            (results,) = await asyncio.to_thread(self.target.execute, plan)
             (sampled,) = [token for result in results for token in result.sampled]
             assert not sampled.error
             moved.tokens.append(sampled.token_id)

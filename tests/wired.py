@@ -55,6 +55,7 @@ class Wired(InprocCluster):
         self._channels: list = []
         self._lanes: list = []
         self._commands = 0
+        self._told: list[rank_pb2.ExecuteResponse] = []
 
     async def serve(self) -> None:
         for rank, (executor, worker, transfers) in enumerate(zip(self.executors, self.workers, self.transfers, strict=True)):
@@ -81,18 +82,28 @@ class Wired(InprocCluster):
         """Its process is gone, as far as anybody can see."""
         await self._servers[rank].stop(0)
 
-    def execute(self, plan: rank_pb2.StepPlan) -> list[rank_pb2.StepResult]:
-        answers = asyncio.run_coroutine_threadsafe(self.command(step=plan), self.loop).result(DEADLINE_S)
-        return [answer.step for answer in answers]
+    def execute(self, plan: rank_pb2.StepPlan) -> list[list[rank_pb2.StepResult]]:
+        self._told = []
+        last = asyncio.run_coroutine_threadsafe(self.command(step=plan), self.loop).result(DEADLINE_S)
+        told: dict[int, list[rank_pb2.StepResult]] = {}
+        for answer in self._told:
+            told.setdefault(answer.step.index, []).append(answer.step)
+        return [*(told[index] for index in sorted(told)), [answer.step for answer in last]]
 
     async def command(self, **command) -> list[rank_pb2.ExecuteResponse]:  # type: ignore[no-untyped-def]
         self._commands += 1
         for lane, instance in zip(self._lanes, self.instances, strict=True):
             await lane.write(rank_pb2.ExecuteRequest(sequence=self._commands, epoch=self.epoch, instance=instance, **command))
-        answers = [await asyncio.wait_for(lane.read(), DEADLINE_S) for lane in self._lanes]
-        for answer in answers:
+        return [await asyncio.wait_for(self._answer(lane), DEADLINE_S) for lane in self._lanes]
+
+    async def _answer(self, lane) -> rank_pb2.ExecuteResponse:  # type: ignore[no-untyped-def]
+        """What it tells before is kept."""
+        while True:
+            answer = await lane.read()
             assert answer.WhichOneof("result") != "error", answer.error
-        return answers
+            if not answer.more:
+                return answer
+            self._told.append(answer)
 
     def written(self, rank: int) -> int:
         """Numbers in the rank's pool; what was never written is NaN."""

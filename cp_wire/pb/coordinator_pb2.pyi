@@ -539,6 +539,7 @@ class StepTimes(google.protobuf.message.Message):
     TOTAL_RANK_S_FIELD_NUMBER: builtins.int
     TOTAL_COLLECTIVE_S_FIELD_NUMBER: builtins.int
     DURATIONS_FIELD_NUMBER: builtins.int
+    PLANS_FIELD_NUMBER: builtins.int
     steps: builtins.int
     step_ms: builtins.float
     """Medians over the last steps, see GetStatusRequest.last_steps: whole step on the coordinator, slowest rank's own time, their difference."""
@@ -551,6 +552,8 @@ class StepTimes(google.protobuf.message.Message):
     the rank that spent least there, which is the one that waited least for others.
     """
     total_collective_s: builtins.float
+    plans: builtins.int
+    """Plans that were sent for the steps; the ranks have taken the other steps by themselves."""
     @property
     def durations(self) -> global___Histogram:
         """Whole steps on the coordinator, all since it started."""
@@ -566,9 +569,10 @@ class StepTimes(google.protobuf.message.Message):
         total_rank_s: builtins.float = ...,
         total_collective_s: builtins.float = ...,
         durations: global___Histogram | None = ...,
+        plans: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["durations", b"durations"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["durations", b"durations", "last_plan_bytes", b"last_plan_bytes", "overhead_ms", b"overhead_ms", "rank_ms", b"rank_ms", "step_ms", b"step_ms", "steps", b"steps", "total_collective_s", b"total_collective_s", "total_rank_s", b"total_rank_s"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["durations", b"durations", "last_plan_bytes", b"last_plan_bytes", "overhead_ms", b"overhead_ms", "plans", b"plans", "rank_ms", b"rank_ms", "step_ms", b"step_ms", "steps", b"steps", "total_collective_s", b"total_collective_s", "total_rank_s", b"total_rank_s"]) -> None: ...
 
 global___StepTimes = StepTimes
 

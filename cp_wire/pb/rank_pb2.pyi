@@ -76,6 +76,7 @@ class ExecuteResponse(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     INSTANCE_FIELD_NUMBER: builtins.int
     WORKER_US_FIELD_NUMBER: builtins.int
+    MORE_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
     CONFIGURED_FIELD_NUMBER: builtins.int
     POOL_ALLOCATED_FIELD_NUMBER: builtins.int
@@ -88,7 +89,9 @@ class ExecuteResponse(google.protobuf.message.Message):
     epoch: builtins.int
     instance: builtins.str
     worker_us: builtins.int
-    """Time the worker thread spent on the command."""
+    """Time the worker thread spent on the command; within a run of steps, on this one."""
+    more: builtins.bool
+    """A step of a run that goes on: another response of the same sequence follows. Only ranks that draw tell of such steps."""
     @property
     def error(self) -> global___CommandError: ...
     @property
@@ -112,6 +115,7 @@ class ExecuteResponse(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         instance: builtins.str = ...,
         worker_us: builtins.int = ...,
+        more: builtins.bool = ...,
         error: global___CommandError | None = ...,
         configured: global___Configured | None = ...,
         pool_allocated: global___PoolAllocated | None = ...,
@@ -122,7 +126,7 @@ class ExecuteResponse(google.protobuf.message.Message):
         group_measured: global___GroupMeasured | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["configured", b"configured", "error", b"error", "group_measured", b"group_measured", "group_opened", b"group_opened", "group_prepared", b"group_prepared", "pool_allocated", b"pool_allocated", "reset_done", b"reset_done", "result", b"result", "step", b"step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["configured", b"configured", "epoch", b"epoch", "error", b"error", "group_measured", b"group_measured", "group_opened", b"group_opened", "group_prepared", b"group_prepared", "instance", b"instance", "pool_allocated", b"pool_allocated", "reset_done", b"reset_done", "result", b"result", "sequence", b"sequence", "step", b"step", "worker_us", b"worker_us"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["configured", b"configured", "epoch", b"epoch", "error", b"error", "group_measured", b"group_measured", "group_opened", b"group_opened", "group_prepared", b"group_prepared", "instance", b"instance", "more", b"more", "pool_allocated", b"pool_allocated", "reset_done", b"reset_done", "result", b"result", "sequence", b"sequence", "step", b"step", "worker_us", b"worker_us"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["result", b"result"]) -> typing.Literal["error", "configured", "pool_allocated", "group_prepared", "group_opened", "step", "reset_done", "group_measured"] | None: ...
 
 global___ExecuteResponse = ExecuteResponse
@@ -397,6 +401,7 @@ class StepPlan(google.protobuf.message.Message):
     RELEASED_FIELD_NUMBER: builtins.int
     ADMITTED_FIELD_NUMBER: builtins.int
     ROWS_FIELD_NUMBER: builtins.int
+    AHEAD_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     """Global ticket, increasing over the whole cluster."""
     timeout_ms: builtins.int
@@ -405,6 +410,12 @@ class StepPlan(google.protobuf.message.Message):
     gather: cp_wire.pb.common_pb2.Gather.ValueType
     cost_version: builtins.int
     """Version of the cost model that chose; 0 = nothing was chosen."""
+    ahead: builtins.int
+    """A run: after this step the ranks take up to so many further ones by themselves, each of them with the same rows one token
+    on, the tokens being those that the step before has drawn. All rows are decode rows that draw, and have blocks for the whole
+    run. It ends early, on all members after the same step, when a draw ends its request or fails, or when a member is asked to
+    end it (or wants to).
+    """
     @property
     def released(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Requests whose state the ranks drop, before `admitted` is taken in."""
@@ -424,10 +435,42 @@ class StepPlan(google.protobuf.message.Message):
         released: collections.abc.Iterable[builtins.int] | None = ...,
         admitted: collections.abc.Iterable[global___AdmittedRequest] | None = ...,
         rows: collections.abc.Iterable[global___StepRow] | None = ...,
+        ahead: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "cost_version", b"cost_version", "decode_mode", b"decode_mode", "gather", b"gather", "released", b"released", "rows", b"rows", "ticket", b"ticket", "timeout_ms", b"timeout_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["admitted", b"admitted", "ahead", b"ahead", "cost_version", b"cost_version", "decode_mode", b"decode_mode", "gather", b"gather", "released", b"released", "rows", b"rows", "ticket", b"ticket", "timeout_ms", b"timeout_ms"]) -> None: ...
 
 global___StepPlan = StepPlan
+
+@typing.final
+class EndRunRequest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    TICKET_FIELD_NUMBER: builtins.int
+    instance: builtins.str
+    epoch: builtins.int
+    ticket: builtins.int
+    def __init__(
+        self,
+        *,
+        instance: builtins.str = ...,
+        epoch: builtins.int = ...,
+        ticket: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "instance", b"instance", "ticket", b"ticket"]) -> None: ...
+
+global___EndRunRequest = EndRunRequest
+
+@typing.final
+class EndRunResponse(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___EndRunResponse = EndRunResponse
 
 @typing.final
 class AdmittedRequest(google.protobuf.message.Message):
@@ -543,6 +586,7 @@ class StepResult(google.protobuf.message.Message):
     COLLECTIVES_FIELD_NUMBER: builtins.int
     SCORES_FIELD_NUMBER: builtins.int
     COLLECTIVE_US_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
     ticket: builtins.int
     blocks_in_use: builtins.int
     """KV blocks the rank's block tables refer to, for cross-checks."""
@@ -550,6 +594,8 @@ class StepResult(google.protobuf.message.Message):
     """Collectives issued during the step."""
     collective_us: builtins.int
     """Time the worker thread spent in collectives, waiting for other members included."""
+    index: builtins.int
+    """Which step of its plan's run it is, from 0."""
     @property
     def sampled(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SampledToken]:
         """From the rank that samples for the row: TP member 0 of the replica that answers for its last token."""
@@ -569,8 +615,9 @@ class StepResult(google.protobuf.message.Message):
         collectives: builtins.int = ...,
         scores: collections.abc.Iterable[global___PromptScores] | None = ...,
         collective_us: builtins.int = ...,
+        index: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["blocks_in_use", b"blocks_in_use", "collective_us", b"collective_us", "collectives", b"collectives", "sampled", b"sampled", "scores", b"scores", "ticket", b"ticket"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["blocks_in_use", b"blocks_in_use", "collective_us", b"collective_us", "collectives", b"collectives", "index", b"index", "sampled", b"sampled", "scores", b"scores", "ticket", b"ticket"]) -> None: ...
 
 global___StepResult = StepResult
 

@@ -45,6 +45,11 @@ class RankServiceStub(object):
                 request_serializer=cp__wire_dot_pb_dot_rank__pb2.GetProgressRequest.SerializeToString,
                 response_deserializer=cp__wire_dot_pb_dot_rank__pb2.GetProgressResponse.FromString,
                 _registered_method=True)
+        self.EndRun = channel.unary_unary(
+                '/kvloom.v1.RankService/EndRun',
+                request_serializer=cp__wire_dot_pb_dot_rank__pb2.EndRunRequest.SerializeToString,
+                response_deserializer=cp__wire_dot_pb_dot_rank__pb2.EndRunResponse.FromString,
+                _registered_method=True)
         self.Lease = channel.unary_unary(
                 '/kvloom.v1.RankService/Lease',
                 request_serializer=cp__wire_dot_pb_dot_rank__pb2.LeaseRequest.SerializeToString,
@@ -81,6 +86,14 @@ class RankServiceServicer(object):
 
     def GetProgress(self, request, context):
         """Answered by the event loop, also during a long step: says how old the last progress is.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def EndRun(self, request, context):
+        """Asks that a run of steps (`StepPlan.ahead`) ends after the step it is in: every member ends with the one that is asked. A run
+        that is over, or not begun, is no error. ABORTED (reason STALE) for another instance or epoch.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -132,6 +145,11 @@ def add_RankServiceServicer_to_server(servicer, server):
                     servicer.GetProgress,
                     request_deserializer=cp__wire_dot_pb_dot_rank__pb2.GetProgressRequest.FromString,
                     response_serializer=cp__wire_dot_pb_dot_rank__pb2.GetProgressResponse.SerializeToString,
+            ),
+            'EndRun': grpc.unary_unary_rpc_method_handler(
+                    servicer.EndRun,
+                    request_deserializer=cp__wire_dot_pb_dot_rank__pb2.EndRunRequest.FromString,
+                    response_serializer=cp__wire_dot_pb_dot_rank__pb2.EndRunResponse.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
@@ -209,6 +227,33 @@ class RankService(object):
             '/kvloom.v1.RankService/GetProgress',
             cp__wire_dot_pb_dot_rank__pb2.GetProgressRequest.SerializeToString,
             cp__wire_dot_pb_dot_rank__pb2.GetProgressResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def EndRun(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvloom.v1.RankService/EndRun',
+            cp__wire_dot_pb_dot_rank__pb2.EndRunRequest.SerializeToString,
+            cp__wire_dot_pb_dot_rank__pb2.EndRunResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -184,8 +184,14 @@ class Tape:
     def __len__(self) -> int:
         return len(self._recorded.calls)
 
-    def run(self, given: object = None, progress: Callable[[], None] = lambda: None) -> None:
-        """Makes the calls; given: what followers are told; progress: is called every BREATH_S or so while it runs.
+    def run(
+        self,
+        given: object = None,
+        progress: Callable[[], None] = lambda: None,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Makes the calls; given: what followers are told; progress: is called every BREATH_S or so while it runs; meanwhile:
+        is called right before, for what other threads of Python may do until it is over.
 
         Raises what followers, resumed calls and checks raise.
         """
@@ -196,6 +202,7 @@ class Tape:
             for exchange, count in recorded.exchanges.items():
                 around.enter_context(exchange(count))
             words[_BEGIN] = 0
+            meanwhile()
             while True:
                 words[_DUE] = time.monotonic_ns() + round(BREATH_S * NS)
                 self._run(words)

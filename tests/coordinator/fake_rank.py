@@ -16,12 +16,12 @@ import grpc.aio
 
 from cp_layout.grid import Grid
 from cp_layout.interleave import Layout
-from cp_wire import errors
-from cp_wire.channels import open_channel
 from cp_wire.identity import PROTOCOL_VERSION, new_instance
-from cp_wire.pb import common_pb2, coordinator_pb2, coordinator_pb2_grpc, rank_pb2, rank_pb2_grpc
+from cp_wire.pb import common_pb2, rank_pb2, rank_pb2_grpc
 from cp_wire.serve import Server
-from tests.coordinator.fake_kv import PROCESSES, FakeKv, KvCalls
+from tests.coordinator.fake_kv import FakeKv, KvCalls
+from tests.coordinator.fake_process import FakeProcess
+from tests.coordinator.fake_runs import FakeRuns
 from tests.coordinator.room import PeerGone, Room
 
 VOCAB = 96
@@ -53,12 +53,13 @@ class Held:
     shard_offset: int
     top_logprobs: int
     tables: list[list[int]]
+    stop: set[int]
     tokens: list[int] = field(default_factory=list)
     named: list[int] = field(default_factory=list)
     """Its cached tokens, where the admission names them."""
 
 
-class FakeRank(KvCalls, rank_pb2_grpc.RankServiceServicer):
+class FakeRank(FakeProcess, FakeRuns, KvCalls, rank_pb2_grpc.RankServiceServicer):
     """One process. Faults are switched on from outside; `steps` holds every plan it ran."""
 
     def __init__(self, rank: int, max_kv_blocks: int = 64) -> None:
@@ -83,6 +84,9 @@ class FakeRank(KvCalls, rank_pb2_grpc.RankServiceServicer):
         """Fails the next command of a kind."""
         self.fail_always: tuple[str, rank_pb2.CommandError] | None = None
         self.fail_rows: dict[int, str] = {}
+        self.failed_row = False
+        """Whether the last draw failed."""
+        self.run_to_end = 0
         self.echo_change: dict[str, object] = {}
         self.sequences: dict[int, Held] = {}
         self.memory: dict[tuple[int, int, int], int] = {}
@@ -108,57 +112,11 @@ class FakeRank(KvCalls, rank_pb2_grpc.RankServiceServicer):
         """DP index on its side."""
         return self._grid.coords(self.index).dp
 
-    # -- life
-
-    async def start(self, coordinator: str) -> None:
-        """Listens and registers; raises the KvloomError of a refused registration."""
-        self.room.enter(self.rank)
-        PROCESSES[self.instance] = self
-        self._server = Server("127.0.0.1", 0, "prompt")
-        self._server.add(rank_pb2_grpc.add_RankServiceServicer_to_server, self, "kvloom.v1.RankService")
-        address = await self._server.start()
-        request = coordinator_pb2.RegisterRequest(
-            rank=self.rank,
-            address=address,
-            instance=self.instance,
-            pid=1000 + self.rank,
-            protocol_version=self.protocol_version,
-            model_hash=self.model_hash,
-            host=self.host,
-        )
-        async with open_channel(coordinator, "control") as channel:
-            try:
-                await coordinator_pb2_grpc.RegistryServiceStub(channel).Register(request, timeout=5)
-            except errors.RpcError as error:
-                raise errors.from_rpc_error(error) from None
-
-    async def die(self) -> None:
-        """The process is gone: its sockets close."""
-        self.room.leave(self.rank)
-        PROCESSES.pop(self.instance, None)
-        if self._server is not None:
-            await self._server.stop(0)
-
-    async def hold(self) -> None:
-        """Returns once a command waits at the closed gate."""
-        self.gate.clear()
-        self.at_gate.clear()
-        await asyncio.wait_for(self.at_gate.wait(), 5)
+    def draw(self, history: Sequence[int]) -> int:
+        """What the model says after a history."""
+        return next_token(history)
 
     # -- the service
-
-    async def GetProgress(
-        self, request: rank_pb2.GetProgressRequest, context: grpc.aio.ServicerContext
-    ) -> rank_pb2.GetProgressResponse:
-        if self.frozen:
-            await asyncio.Event().wait()
-        return rank_pb2.GetProgressResponse(
-            instance=self.instance,
-            rank=self.rank,
-            running_sequence=self._running,
-            last_progress_ms=int(1000 * (time.monotonic() - self._last_progress)),
-            load_fraction=self.load_fraction,
-        )
 
     async def Execute(
         self, request_iterator: AsyncIterator[rank_pb2.ExecuteRequest], context: grpc.aio.ServicerContext
@@ -168,7 +126,8 @@ class FakeRank(KvCalls, rank_pb2_grpc.RankServiceServicer):
             async for request in request_iterator:
                 expected += 1
                 assert request.sequence == expected, f"gap: {request.sequence} after {expected - 1}"
-                yield await self._answer(request)
+                async for response in self._run(request):
+                    yield response
         finally:
             self.lane_closed.set()
 
@@ -275,7 +234,9 @@ class FakeRank(KvCalls, rank_pb2_grpc.RankServiceServicer):
             if admitted.handle in self.sequences:
                 raise Refused(f"admitted {admitted.handle} twice")
             tables: list[list[int]] = [[] for _ in range(self._layout.num_shards)]
-            self.sequences[admitted.handle] = Held(admitted.shard_offset, admitted.sampling.top_logprobs, tables)
+            self.sequences[admitted.handle] = Held(
+                admitted.shard_offset, admitted.sampling.top_logprobs, tables, set(admitted.sampling.stop_token_ids)
+            )
             self.sequences[admitted.handle].named = list(admitted.cached_token_ids)
             cached[admitted.handle] = admitted.num_cached_tokens
         for row in plan.rows:
@@ -311,8 +272,9 @@ class FakeRank(KvCalls, rank_pb2_grpc.RankServiceServicer):
             kept = positions[self.drop_scores :]
             result.scores.add(handle=row.handle, start=row.score_start + self.drop_scores, positions=kept)
         if row.sample and place.pcp == place.tp == 0:
-            drawn = result.sampled.add(handle=row.handle, token_id=next_token(sequence.tokens))
+            drawn = result.sampled.add(handle=row.handle, token_id=self.draw(sequence.tokens))
             drawn.error = self.fail_rows.pop(row.handle, "")
+            self.failed_row = drawn.error != ""
             if sequence.top_logprobs:
                 drawn.logprobs.sampled = -0.5
 

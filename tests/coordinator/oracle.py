@@ -10,7 +10,7 @@ from hashlib import blake2b
 
 from coordinator.choice import Replicas
 from coordinator.plan import DecodeMode, Sampling, ScheduledStep
-from coordinator.request import Request
+from coordinator.request import Request, State
 from coordinator.scheduler import Progress, Scheduler, SchedulerConfig
 from cp_layout.interleave import Layout
 
@@ -54,6 +54,12 @@ class _Sequence:
     owner: int
     num_prefill_tokens: int
     fresh: bool = True
+    num_given: int = 0
+    """Tokens that there are blocks for."""
+    drawn: int = -1
+    """Its last draw."""
+    beyond: list[int] = field(default_factory=list)
+    """Tokens drawn in a run after the request had ended: nobody else keeps them."""
 
 
 class FakeRanks:
@@ -105,28 +111,34 @@ class FakeRanks:
         assert len(set(handles)) == len(handles), "two rows of one request"
         assert {admission.handle for admission in step.admitted} <= set(handles), "admitted without a row"
         assert step.decode_mode in self.replicas.ways
-        mode = step.decode_mode
-        return dict(each for row in step.rows for each in self._run_row(row, requests[row.handle], mode))
+        mode, ahead = step.decode_mode, step.ahead
+        return dict(each for row in step.rows for each in self._run_row(row, requests[row.handle], mode, ahead))
 
     def held(self, member: int) -> list[int]:
         """Entries of all block tables of the member."""
         return [block for sequence in self.sequences.values() for block in sequence.tables[member]]
 
-    def _run_row(self, row, request: Request, mode: DecodeMode):
+    def _run_row(self, row, request: Request, mode: DecodeMode, ahead: int):
         sequence = self.sequences[row.handle]
         history = request.prompt + request.output
         end = row.start + len(row.token_ids)
+        if request.state is State.ENDING and end > len(history):
+            assert row.token_ids == (sequence.drawn,), "a run goes on with another token than it drew"
+            sequence.beyond.append(sequence.drawn)
+            history += sequence.beyond
         assert row.token_ids, "an empty row"
         assert row.start == sequence.num_computed, "a gap in the sequence"
         assert list(row.token_ids) == history[row.start : end], "other tokens than the request's"
         assert row.sample == (end == len(history))
-        assert row.output_index == len(request.output)
-        assert row.ban_stop == (len(request.output) < sequence.sampling.min_tokens)
+        index = len(history) - len(request.prompt)
+        assert row.output_index == index
+        assert row.ban_stop == (index < sequence.sampling.min_tokens)
         self._score(row, request)
         self._append_blocks(sequence, row.new_blocks)
+        sequence.num_given = max(sequence.num_given, end + ahead)
         for member, table in enumerate(sequence.tables):
             shard = self.layout.shard_on(member, sequence.offset)
-            assert len(table) == self.layout.blocks_needed(shard, end), "a block too many or too few"
+            assert len(table) == self.layout.blocks_needed(shard, sequence.num_given), "a block too many or too few"
         decodes = row.start >= sequence.num_prefill_tokens
         alone = mode is DecodeMode.OWNER and decodes and len(self.copies) > 1
         assert not (mode is DecodeMode.SPLIT and not decodes), "a prefill row is split"
@@ -143,7 +155,8 @@ class FakeRanks:
                     assert content[offset] is None, "a slot is written twice"
                     content[offset] = kv
         sequence.num_computed = end
-        return [(row.handle, draw(kv, sequence.sampling, row.ban_stop))] if row.sample else []
+        sequence.drawn = draw(kv, sequence.sampling, row.ban_stop)
+        return [(row.handle, sequence.drawn)] if row.sample else []
 
     def _score(self, row, request: Request) -> None:
         """Every position once, in order, and all of them before the first draw."""
@@ -184,6 +197,7 @@ class Cluster:
     max_num_seqs: int = 8
     max_num_batched_tokens: int = 64
     max_waiting: int = 1000
+    max_ahead: int = 0
     replicas: Replicas = Replicas()  # noqa: RUF009 - frozen
     requests: dict[int, Request] = field(default_factory=dict)
     tokens: dict[int, list[int]] = field(default_factory=dict)
@@ -191,7 +205,7 @@ class Cluster:
     steps: list[ScheduledStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        config = SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting)
+        config = SchedulerConfig(self.max_num_seqs, self.max_num_batched_tokens, self.max_waiting, self.max_ahead)
         self.scheduler = Scheduler(config, self.layout, self.blocks_per_member, b"identity", self.replicas)
         self.ranks = FakeRanks(self.layout, self.blocks_per_member, self.replicas)
         self.sampled: dict[int, int] = {}
@@ -218,8 +232,24 @@ class Cluster:
     def dispatch(self) -> ScheduledStep | None:
         """Schedules a step and runs it on the ranks; checks the bounds of the step and both sides' block counts (I6)."""
         step = self.scheduler.schedule()
-        if step is None:
-            return None
+        if step is not None:
+            self._run(step)
+        return step
+
+    def can_go_on(self, step: ScheduledStep) -> bool:
+        """Whether the ranks would take another step by themselves: it is allowed, and no draw has ended its request."""
+        stops = {row.handle: () if row.ban_stop else self.requests[row.handle].sampling.stop_token_ids for row in step.rows}
+        return step.ahead > 0 and not any(self.sampled[handle] in stop for handle, stop in stops.items())
+
+    def go_on(self, step: ScheduledStep) -> ScheduledStep:
+        """Commits a step of a run, and runs the next one on the ranks."""
+        assert all(each.finished is None for each in self.commit(step, more=True)), "an end within a run"
+        following = self.scheduler.in_flight
+        assert following is not None and following.ahead == step.ahead - 1
+        self._run(following)
+        return following
+
+    def _run(self, step: ScheduledStep) -> None:
         self.steps.append(step)
         self.sampled = self.ranks.run(step, self.requests)
         assert step.num_tokens <= self.max_num_batched_tokens
@@ -228,13 +258,12 @@ class Cluster:
             held = self.ranks.held(member)
             assert self.scheduler.table_blocks[member] == len(held)
             assert self.scheduler.free_blocks[member] == self.blocks_per_member - len(set(held))
-        return step
 
-    def commit(self, step: ScheduledStep, failed: dict[int, str] | None = None) -> list[Progress]:
+    def commit(self, step: ScheduledStep, failed: dict[int, str] | None = None, more: bool = False) -> list[Progress]:
         """Hands the results back and keeps what became of them."""
         failed = failed or {}
         sampled = {handle: token for handle, token in self.sampled.items() if handle not in failed}
-        progress = self.scheduler.commit(step, sampled, failed)
+        progress = self.scheduler.commit(step, sampled, failed, more=more)
         for each in progress:
             assert each.handle not in self.ended, "an event after the end"
             if each.new_token is not None:
@@ -244,9 +273,11 @@ class Cluster:
         return progress
 
     def step(self) -> ScheduledStep | None:
-        """One whole step; None when there is nothing to do."""
+        """One whole step, with all that its run allows; None when there is nothing to do."""
         step = self.dispatch()
         if step is not None:
+            while self.can_go_on(step):
+                step = self.go_on(step)
             self.commit(step)
         return step
 

@@ -16,6 +16,8 @@ class Meeting:
     ranks: Sequence[int]
     complete: "asyncio.Future[None]"
     arrived: set[int] = field(default_factory=set)
+    yes: bool = False
+    """Whether anybody who has come said so."""
 
     def fail(self, why: str) -> None:
         """For all who wait, and for all who come later."""
@@ -44,11 +46,16 @@ class Room:
 
     async def meet(self, what: str, rank: int, ranks: Sequence[int], timeout_s: float) -> None:
         """Returns when all have come; PeerGone when one can't, or does not in time."""
+        await self.agree(what, rank, ranks, timeout_s, False)
+
+    async def agree(self, what: str, rank: int, ranks: Sequence[int], timeout_s: float, says: bool) -> bool:
+        """`meet`; whether anybody says so."""
         if self._gone & set(ranks):
             raise PeerGone("broken pipe to [10.9.8.7]:4242")
         complete = asyncio.get_running_loop().create_future()
         meeting = self._meetings.setdefault(what, Meeting(ranks, complete))
         meeting.arrived.add(rank)
+        meeting.yes |= says
         if meeting.arrived == set(ranks):
             del self._meetings[what]
             if not meeting.complete.done():
@@ -58,3 +65,4 @@ class Room:
         except TimeoutError:
             meeting.fail(f"{what}: nothing within {timeout_s:g} s from")
             raise PeerGone(f"{what}: timed out") from None
+        return meeting.yes

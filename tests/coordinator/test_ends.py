@@ -58,6 +58,8 @@ async def test_h6_disconnect_frees_blocks_within_two_steps(state):
             await harness.until_queued(2)
         call.cancel()
         await harness.until_active(0 if other is None else 1)
+        if state == "decode":
+            await eventually(lambda: rank.run_to_end == rank.steps[-1].ticket)
         steps = len(rank.steps)
         rank.gate.set()
         if other is not None:

@@ -161,7 +161,7 @@ async def test_reason_that_is_no_word_is_not_repeated():
 async def test_fault_of_the_coordinator_itself_is_named_by_its_type_alone(monkeypatch):
     async with cluster() as harness:
         with monkeypatch.context() as patch:
-            patch.setattr(harness.scheduler, "commit", lambda *_: (_ for _ in ()).throw(OSError("/srv/secret")))
+            patch.setattr(harness.scheduler, "commit", lambda *_, **__: (_ for _ in ()).throw(OSError("/srv/secret")))
             heard = await harness.generate([1])
         assert heard.error.message == "the request was lost: internal error (OSError)"
         await harness.until(lambda status: status.state == "serving")
@@ -188,8 +188,7 @@ async def test_rank_that_never_opens_its_groups_is_fenced():
     async with cluster(pcp=2, dcp=2, timings=NOBODY_LOST) as harness:
         error = rank_pb2.CommandError(reason="COLLECTIVE_FAILED", message="no connection")
         victim = harness.ranks[1]
-        victim.fail_always = ("open_group", error)
-        victim.fail_command = ("step", error)
+        victim.fail_always, victim.fail_command = ("open_group", error), ("step", error)
         before = victim.commands.count("open_group")
         assert (await harness.generate([1])).error is not None
         await harness.until(lambda status: seat(status, 1).state == "lost")

@@ -19,6 +19,7 @@ class Script(rank_pb2_grpc.RankServiceServicer):
     def __init__(self) -> None:
         self.requests: asyncio.Queue[rank_pb2.ExecuteRequest] = asyncio.Queue()
         self.answers: asyncio.Queue[rank_pb2.ExecuteResponse | None] = asyncio.Queue()
+        self.ends: asyncio.Queue[rank_pb2.EndRunRequest] = asyncio.Queue()
 
     async def Execute(self, request_iterator, context):
         async def read() -> None:
@@ -29,6 +30,10 @@ class Script(rank_pb2_grpc.RankServiceServicer):
         while (answer := await self.answers.get()) is not None:
             yield answer
         reader.cancel()
+
+    async def EndRun(self, request, context):
+        self.ends.put_nowait(request)
+        return rank_pb2.EndRunResponse()
 
     def answer(self, sequence: int, **result: object) -> None:
         fields = {"sequence": sequence, "instance": "life", "epoch": 3, "reset_done": rank_pb2.ResetDone()} | result
@@ -161,3 +166,36 @@ async def test_answers_that_nobody_waits_for_any_more_are_no_unnoticed_failures(
         await asyncio.sleep(0)
     gc.collect()
     assert not unnoticed
+
+
+async def test_what_a_rank_says_of_a_run_comes_before_its_answer_and_in_order():
+    script = Script()
+    async with lane_to(script) as (lane, closed):
+        told: list[int] = []
+        answer = lane.submit("step", rank_pb2.StepPlan(), 1.0, lambda response: told.append(response.step.index))
+        for index, more in ((0, True), (1, True), (2, False)):
+            step = rank_pb2.StepResult(index=index)
+            script.answers.put_nowait(rank_pb2.ExecuteResponse(sequence=1, instance="life", epoch=3, step=step, more=more))
+        assert (await answer).step.index == 2 and told == [0, 1]
+        assert not closed
+
+
+async def test_a_rank_that_says_more_than_it_was_asked_for_is_not_heard_any_more():
+    script = Script()
+    async with lane_to(script) as (lane, closed):
+        answer = reset(lane)
+        script.answer(1, more=True)
+        with pytest.raises(asyncio.CancelledError):
+            await answer
+        assert closed == ["it has not ended reset with what it says"]
+
+
+async def test_the_end_of_a_run_is_asked_for_once_and_by_no_closed_lane():
+    script = Script()
+    async with lane_to(script) as (lane, _):
+        lane.end_run(5, 1.0)
+        asked = await script.ends.get()
+        assert (asked.instance, asked.epoch, asked.ticket) == ("life", 3, 5)
+        lane.close("over")
+        lane.end_run(6, 1.0)
+        assert script.ends.empty()

@@ -24,7 +24,7 @@ def outcome(plan: ScheduledStep, *results: rank_pb2.StepResult):
     responses = [rank_pb2.ExecuteResponse(step=result, worker_us=1000 * (i + 1)) for i, result in enumerate(results)]
     for response in responses:
         response.step.ticket = 3
-    return put_together(plan, 3, LANES, responses)
+    return put_together(plan, 3, list(zip(LANES, responses, strict=True)))
 
 
 def piece(handle: int, start: int, count: int) -> rank_pb2.PromptScores:

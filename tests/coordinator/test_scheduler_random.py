@@ -16,7 +16,7 @@ from tests.coordinator.oracle import VOCAB, Cluster, run_alone
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Requests come, are aborted, stopped, failed and preempted at any moment, also while a step is in flight."""
+    """Requests come, are aborted, stopped, failed and preempted at any moment, also while a step or a run is in flight."""
 
     cluster: Cluster
     in_flight: ScheduledStep | None = None
@@ -32,13 +32,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.one_of(st.integers(1, 4), st.integers(1, 40)),
         pcp=st.integers(1, 4),
         ways=st.sampled_from([{DecodeMode.OWNER}, {DecodeMode.OWNER, DecodeMode.SPLIT}, {DecodeMode.SPLIT}, set()]),
+        ahead=st.sampled_from([0, 1, 3, 31]),
     )
-    def start(self, shape: tuple[int, int, int], blocks: int, seats: int, budget: int, pcp: int, ways: set[DecodeMode]) -> None:
+    def start(
+        self, shape: tuple[int, int, int], blocks: int, seats: int, budget: int, pcp: int, ways: set[DecodeMode], ahead: int
+    ) -> None:
         shards = shape[0]
         replicas = Replicas(
             pcp=pcp if shards == 1 or shards % pcp == 0 else 1, dcp=shards, ways=frozenset({DecodeMode.REPLICATED, *ways})
         )
-        self.cluster = Cluster(Layout(*shape), blocks, max_num_seqs=seats, max_num_batched_tokens=budget, replicas=replicas)
+        self.cluster = Cluster(
+            Layout(*shape), blocks, max_num_seqs=seats, max_num_batched_tokens=budget, replicas=replicas, max_ahead=ahead
+        )
 
     @rule(
         length=st.integers(1, 40),
@@ -72,6 +77,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def commit(self) -> None:
         self.cluster.commit(self.in_flight)
         self.in_flight = None
+
+    @precondition(lambda self: self.in_flight is not None and self.cluster.can_go_on(self.in_flight))
+    @rule()
+    def go_on(self) -> None:
+        self.in_flight = self.cluster.go_on(self.in_flight)
 
     @precondition(lambda self: self.in_flight is not None and self.in_flight.rows)
     @rule(index=st.integers(0, 4))

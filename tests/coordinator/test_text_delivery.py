@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator import engine, text_worker
+from coordinator import engine, set_maker, text_worker
 from coordinator.text_rows import to_text
 from coordinator.text_worker import TextWorker
 from cp_wire import errors
@@ -149,6 +149,7 @@ async def test_stuck_text_thread_is_noticed_while_the_set_is_broken(monkeypatch)
 
 async def test_engine_runs_no_further_ahead_of_the_text_than_its_bound(monkeypatch):
     monkeypatch.setattr(engine, "MAX_TEXT_BACKLOG", 4)
+    monkeypatch.setattr(set_maker, "MAX_AHEAD", 0)
     async with cluster(timings=replace(FAST, text_s=0.2)) as harness:
         with blocked(monkeypatch, text_worker, "to_text", to_text):
             heard = await harness.generate([1], max_tokens=50)

@@ -97,11 +97,12 @@ def test_steps_by_decode_mode_and_gather():
 
 def test_the_histogram_of_steps_adds_up():
     durations = coordinator_pb2.Histogram(bounds_s=[0.01, 0.1], counts=[2, 3, 1], sum_s=1.5)
-    times = coordinator_pb2.StepTimes(durations=durations, total_rank_s=1.25, total_collective_s=0.5)
+    times = coordinator_pb2.StepTimes(durations=durations, total_rank_s=1.25, total_collective_s=0.5, plans=3)
     found = samples(step_times=times)
     assert of(found, "step_duration_seconds_bucket") == {"0.01": 2, "0.1": 5, "+Inf": 6}
     assert of(found, "step_duration_seconds_count") == {"": 6}
     assert of(found, "step_duration_seconds_sum") == {"": 1.5}
+    assert of(found, "plans_total") == {"": 3}
     assert of(found, "step_rank_seconds_total") == {"": 1.25}
     assert of(found, "step_collective_seconds_total") == {"": 0.5}
 

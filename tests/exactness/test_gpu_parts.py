@@ -10,7 +10,7 @@ from rank_server.attention.gpu import GpuKernels
 from rank_server.attention.kernels import KERNELS
 from rank_server.collectives.nccl import NcclBackend
 from rank_server.executor import Executor
-from tests import inproc
+from tests import inproc_ranks
 from tests.exactness.test_shapes import B, check, prompts_for
 from tests.inproc import Shape
 from tests.rank_server.attention.test_gpu import WAYS
@@ -24,7 +24,7 @@ GRIDS = [(1, 1, 1), (1, 2, 2), (2, 2, 4)]
 @pytest.fixture
 def recorder(monkeypatch):
     module = Recorder()
-    monkeypatch.setattr(inproc, "LocalBackend", lambda hub: NcclBackend(module, HostQueue(module)))
+    monkeypatch.setattr(inproc_ranks, "LocalBackend", lambda hub: NcclBackend(module, HostQueue(module)))
     return module
 
 
@@ -75,7 +75,7 @@ def pretended(monkeypatch):
         return original(self, config, *args, **settings)
 
     original = Executor.configure
-    for name, method in {"configure": configure, "allocate_pool": Executor.allocate_pool, "step": Executor.step}.items():
+    for name, method in {"configure": configure, "allocate_pool": Executor.allocate_pool, "run": Executor.run}.items():
         monkeypatch.setattr(Executor, name, on_the_gpu_that_is_not_there(method))
     monkeypatch.setattr("rank_server.place.claim", lambda name, rank: GPU)
     monkeypatch.setattr("rank_server.executor.free_bytes", lambda device: 1 << 40)

@@ -73,7 +73,7 @@ def test_log_probabilities_of_prompt_and_output(tiny, name, tp):
 def test_a_dcp_group_stores_one_latent_per_token_and_layer(tiny, grid, interleave, dtype, size):
     """Pools begin full of NaN: what is a number was written."""
     tp, pcp, dcp = grid
-    shape = Shape(tp=tp, pcp=pcp, dcp=dcp, interleave=interleave, block_size=B, kv_dtype=dtype)
+    shape = Shape(tp=tp, pcp=pcp, dcp=dcp, interleave=interleave, block_size=B, kv_dtype=dtype, max_ahead=0)
     with cluster(tiny(**MODELS["v3"]), shape) as running:
         running.submit(list(range(11)), Sampling(temperature=0.0, max_tokens=9))
         for _ in range(3):

@@ -108,7 +108,7 @@ def churn(path, shape):
 
 @pytest.mark.parametrize("name", ["one rank", "tp 2", "dcp in tp", "split"])
 def test_recorded_passes_see_blocks_come_and_go(tiny, monkeypatch, runs, name):
-    path, shape = tiny(**MODEL), replace(CASES[name][0], blocks=SCARCE // CASES[name][0].dcp)
+    path, shape = tiny(**MODEL), replace(CASES[name][0], blocks=SCARCE // CASES[name][0].dcp, max_ahead=0)
     found = churn(path, shape)
     assert len(runs) > 10
     monkeypatch.setattr(RecordedPasses, "of", lambda model, progress: None)
@@ -204,3 +204,25 @@ def test_hidden_states_of_a_tape_are_those_of_the_model(tiny):
         assert passes is not None and isinstance(model, DecoderModel)
         kept = passes._passes[1, False]
     assert kept is not None and kept.hidden.shape == (1, 64) and torch.isfinite(kept.hidden).all()
+
+
+@pytest.mark.parametrize("name", ["one rank", "split"])
+def test_meanwhile_is_once_in_a_pass_and_before_a_recorded_one_runs(tiny, monkeypatch, name):
+    """Whether the pass is being recorded, plays, or can't be recorded."""
+    happened: list[str] = []
+    with cluster(tiny(**MODEL), replace(CASES[name][0], max_ahead=0)) as running:
+        (*_, executor) = running.executors
+        step = executor.step
+        monkeypatch.setattr(executor, "step", lambda plan, meanwhile: step(plan, lambda: happened.append("meanwhile")))
+        run = Tape.run
+
+        def play(self, given, progress, meanwhile):
+            run(self, given, progress, lambda: (happened.append("play"), meanwhile()))
+
+        monkeypatch.setattr(Tape, "run", play)
+        running.generate([prompt_of(9)], 4)
+    prefill_and_recorded, played = ["meanwhile"] * 2, ["play", "meanwhile"] * 2
+    assert [word for word in happened if word == "meanwhile"] == ["meanwhile"] * 4
+    assert happened.count("play") == 2 * len(running.executors)
+    if name == "one rank":
+        assert happened == [*prefill_and_recorded, *played]

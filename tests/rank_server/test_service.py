@@ -28,6 +28,7 @@ class RecordingExecutor:
     def __init__(self):
         self.plans = []
         self.configured = []
+        self.ended = []
         self.load_fraction = 0.0
         self.error = None
         self.block = None
@@ -43,15 +44,23 @@ class RecordingExecutor:
     def allocate_pool(self, num_blocks):
         return rank_pb2.PoolAllocated(num_blocks=num_blocks)
 
-    def step(self, plan):
+    def run(self, plan, report):
+        """As many steps as the plan allows; at its `block`, which may be released by the run's end."""
         if self.block is not None:
             started, release = self.block
             started.set()
             assert release.wait(DEADLINE_S)
         if self.error is not None:
             raise self.error
+        for index in range(plan.ahead):
+            report(rank_pb2.StepResult(ticket=plan.ticket, index=index), 7)
         self.plans.append(plan.ticket)
-        return rank_pb2.StepResult(ticket=plan.ticket)
+        return rank_pb2.StepResult(ticket=plan.ticket, index=plan.ahead)
+
+    def end_run(self, ticket):
+        self.ended.append(ticket)
+        if self.block is not None:
+            self.block[1].set()
 
 
 class Lane:
@@ -94,6 +103,36 @@ async def test_commands_are_answered_in_order(rank):
         answer = await lane.send(step=rank_pb2.StepPlan(ticket=ticket))
         assert (answer.sequence, answer.step.ticket, answer.instance) == (lane.sequence, ticket, "me")
     assert executor.plans == [5, 6, 9]
+
+
+async def test_the_steps_of_a_run_are_told_in_order_and_share_the_time_of_the_command(rank):
+    stub, _, _ = rank
+    lane = Lane(stub)
+    answers = [await lane.send(step=rank_pb2.StepPlan(ticket=5, ahead=3))]
+    answers += [await lane.stream.read() for _ in range(3)]
+    assert [(answer.sequence, answer.step.index, answer.more) for answer in answers] == [
+        (1, 0, True), (1, 1, True), (1, 2, True), (1, 3, False),
+    ]  # fmt: skip
+    assert [answer.worker_us for answer in answers[:3]] == [7, 7, 7]
+    assert (await lane.send(reset=rank_pb2.Reset())).sequence == 2
+
+
+async def test_a_run_is_ended_from_beside_the_lane_while_it_computes(rank):
+    stub, _, executor = rank
+    executor.block = threading.Event(), threading.Event()
+    lane = Lane(stub)
+    computing = asyncio.create_task(lane.send(step=rank_pb2.StepPlan(ticket=5)))
+    assert await asyncio.to_thread(executor.block[0].wait, DEADLINE_S)
+    await stub.EndRun(rank_pb2.EndRunRequest(instance="me", epoch=0, ticket=5), timeout=DEADLINE_S)
+    assert (await computing).step.ticket == 5 and executor.ended == [5]
+
+
+@pytest.mark.parametrize("other", [{"instance": "former"}, {"epoch": 1}])
+async def test_h15_a_run_of_another_life_is_not_ended(rank, other):
+    stub, _, executor = rank
+    with pytest.raises(grpc.RpcError) as caught:
+        await stub.EndRun(rank_pb2.EndRunRequest(**({"instance": "me", "epoch": 0, "ticket": 5} | other)), timeout=DEADLINE_S)
+    assert isinstance(errors.from_rpc_error(caught.value), errors.Stale) and not executor.ended
 
 
 async def test_a_gap_in_the_sequence_ends_the_lane(rank):
