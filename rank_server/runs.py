@@ -10,8 +10,9 @@ from cp_wire.pb import rank_pb2
 from rank_server.collectives.base import Group
 from rank_server.sequences import SequenceTable
 
-Report = Callable[[rank_pb2.StepResult, int], None]
-"""Takes the result of a step that the run goes on after, and the microseconds that the step took."""
+Report = Callable[[rank_pb2.StepResult | None, int], None]
+"""Takes the result of a step that the run goes on after, None from a member that has drawn nothing in it, and the microseconds
+that the step took."""
 
 EVERY_TICKET = 2**64 - 1
 """More than any run has: for a process that ends."""
@@ -31,9 +32,9 @@ def run(
     """Computes a plan and the further steps that it allows, as long as every member of the group (all ranks of the set) goes
     on; the result of the last one. The plan is changed.
 
-    A member that draws tells of each step before the last, with `report`, once the pass of the next one has begun: until then
-    whoever passes the message on would hold this thread up. Between two steps the members exchange [1 + rows] int64: whether
-    they go on, and what they have drawn.
+    Each step before the last is told of, with `report`, once the pass of the next one has begun: until then whoever passes the
+    message on would hold this thread up. Between two steps the members exchange [1 + rows] int64: whether they go on, and what
+    they have drawn.
     """
     started = perf_counter_ns()
     result = step(plan, _nothing)
@@ -43,13 +44,13 @@ def run(
             break
         before, taken, started = result, perf_counter_ns() - started, perf_counter_ns()
         _move_on(plan, tokens)
-        result = step(plan, partial(report, before, taken // 1000) if before.sampled else _nothing)
+        result = step(plan, partial(report, before if before.sampled else None, taken // 1000))
         result.index = index
     return result
 
 
 def _nothing() -> None:
-    """A first step, and a member that draws nothing, have nothing to tell."""
+    """A first step has nothing to tell."""
 
 
 def _agree(

@@ -13,10 +13,13 @@ class Said:
         self._loop = loop
         self._told: asyncio.Queue[tuple[Any, int] | None] = asyncio.Queue()
         self._future: Future[tuple[Any, int]] | None = None
+        self._before_us = 0
 
-    def more(self, result: Any, worker_us: int) -> None:
-        """From the worker thread: a result before the last."""
-        self._tell((result, worker_us))
+    def more(self, result: Any | None, worker_us: int) -> None:
+        """From the worker thread: a result before the last, None = there is nothing to tell, and the time it took."""
+        self._before_us += worker_us
+        if result is not None:
+            self._tell((result, worker_us))
 
     def last(self, future: "Future[tuple[Any, int]]") -> None:
         """The command's end, as the worker promised it."""
@@ -24,9 +27,10 @@ class Said:
         future.add_done_callback(lambda _: self._tell(None))
 
     def result(self) -> tuple[Any, int]:
-        """What the command returned, and its microseconds; raises what it raised."""
+        """What the command returned, and its microseconds without those of the results before; raises what it raised."""
         assert self._future is not None
-        return self._future.result(0)
+        result, worker_us = self._future.result(0)
+        return result, worker_us - self._before_us
 
     async def __aiter__(self) -> AsyncIterator[tuple[Any, int]]:
         while (told := await self._told.get()) is not None:

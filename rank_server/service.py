@@ -170,7 +170,6 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             yield self._response(request, error=rank_pb2.CommandError(reason="PLAN_REFUSED", message=refusal))
             return
         self._epoch = request.epoch
-        told_us = 0
         try:
             if kind == "reset":
                 await self._transfers.reset()
@@ -180,10 +179,9 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             field, command = self._command(request, kind, said)
             said.last(self._worker.submit(request.sequence, command))
             async for result, step_us in said:
-                told_us += step_us
                 yield self._response(request, worker_us=step_us, more=True, **{field: result})
             result, worker_us = said.result()
-            answer = self._response(request, worker_us=worker_us - told_us, **{field: result})
+            answer = self._response(request, worker_us=worker_us, **{field: result})
         except Exception as error:
             if not isinstance(error, tuple(kind for kind, _ in _REASONS)):
                 log.error("command failed", exc=error, command=kind)

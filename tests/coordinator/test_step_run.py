@@ -109,6 +109,17 @@ async def test_of_the_ranks_that_are_late_the_first_is_named():
         await run.step(0, 0.0)
 
 
+@pytest.mark.parametrize("more", [True, False])
+async def test_what_comes_in_the_turn_that_ends_the_time_has_come(more):
+    (first, second), run = begin(3)
+    waiting = asyncio.create_task(run.step(0, 0.0))
+    await asyncio.sleep(0)
+    first.say(0, 1, 2, more=more)
+    second.say(0, 1, 2, more=more)
+    answers, goes_on = await waiting
+    assert (ranks(answers), goes_on) == ([0, 1], more)
+
+
 async def test_one_rank_is_asked_to_end_a_run_once():
     (first, second), run = begin(3)
     run.end(1.0)

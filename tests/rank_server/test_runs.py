@@ -44,7 +44,7 @@ class Member:
         self.says = says or {}
         self.failing: tuple[int, int] | None = None
         self.plans: list[rank_pb2.StepPlan] = []
-        self.told: list[int] = []
+        self.told: list[int | None] = []
         self.last: rank_pb2.StepResult | None = None
         self.wants_end = lambda: False
 
@@ -62,9 +62,9 @@ class Member:
                 result.sampled.add(handle=row.handle, token_id=self.says.get(key, 10 * row.output_index + row.handle))
         return result
 
-    def tell(self, result: rank_pb2.StepResult, worker_us: int) -> None:
+    def tell(self, result: rank_pb2.StepResult | None, worker_us: int) -> None:
         assert worker_us >= 0
-        self.told.append(result.index)
+        self.told.append(None if result is None else result.index)
 
     def take(self, plan: rank_pb2.StepPlan, group) -> None:
         handles = [row.handle for row in plan.rows]
@@ -110,7 +110,7 @@ def test_members_take_the_same_steps_whoever_draws(draws):
         assert [[list(row.token_ids) for row in plan.rows] for plan in member.plans[1:]] == [
             [[10 * index + handle] for handle in (1, 2)] for index in (1, 2, 3, 4)
         ]
-        assert member.told == ([0, 1, 2, 3] if member.draws else [])
+        assert member.told == ([0, 1, 2, 3] if member.draws else [None] * 4)
 
 
 def ends_at(members: list[Member], plan: rank_pb2.StepPlan) -> list[int]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from concurrent.futures import Future
 
 import grpc
 import pytest
@@ -14,6 +15,7 @@ from cp_wire.serve import Server
 from model_files import ModelRefused
 from rank_server.collectives.base import CollectiveError
 from rank_server.models.weights import WeightError
+from rank_server.said import Said
 from rank_server.sequences import PlanRefused
 from rank_server.service import RankServicer, command_error
 from rank_server.transfer import Transfers
@@ -115,6 +117,17 @@ async def test_the_steps_of_a_run_are_told_in_order_and_share_the_time_of_the_co
     ]  # fmt: skip
     assert [answer.worker_us for answer in answers[:3]] == [7, 7, 7]
     assert (await lane.send(reset=rank_pb2.Reset())).sequence == 2
+
+
+async def test_what_took_time_but_is_not_told_is_no_part_of_the_last_steps_time():
+    """A rank that draws nothing answers for the last step of a run alone."""
+    said, done = Said(asyncio.get_running_loop()), Future()
+    for result, worker_us in [(None, 7), ("drawn", 5), (None, 3)]:
+        said.more(result, worker_us)
+    said.last(done)
+    done.set_result(("last", 20))
+    assert [told async for told in said] == [("drawn", 5)]
+    assert said.result() == ("last", 5)
 
 
 async def test_a_run_is_ended_from_beside_the_lane_while_it_computes(rank):
