@@ -187,6 +187,10 @@ class Engine:
                 self._hand_over()
                 if len(self._backlog) > MAX_TEXT_BACKLOG:
                     run.end(self._timings.beside_s)
+        except BaseException:
+            # Ranks that are still well would make their next command wait for all that the plan allows.
+            run.end(self._timings.beside_s)
+            raise
         finally:
             self._run = None
 

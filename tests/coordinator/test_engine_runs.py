@@ -126,6 +126,18 @@ async def test_a_rank_that_goes_on_after_an_end_is_not_believed(monkeypatch):
         assert heard.token_ids == tokens[:at]
 
 
+async def test_a_fault_in_a_run_ends_it_for_ranks_that_would_go_on():
+    async with cluster(pcp=2, dcp=2) as harness:
+        task = await held_in_a_run(harness)
+        rank = harness.ranks[0]
+        running = rank.steps[-1].ticket
+        rank.count_wrong = 1
+        rank.gate.set()
+        assert "block tables hold" in (await task).error.message
+        rank.count_wrong = 0
+        await eventually(lambda: rank.run_to_end == running)
+
+
 async def test_no_step_is_taken_ahead_where_none_may_be(monkeypatch):
     monkeypatch.setattr(set_maker, "MAX_AHEAD", 0)
     async with cluster() as harness:
