@@ -32,14 +32,16 @@ def run(
     """Computes a plan and the further steps that it allows, as long as every member of the group (all ranks of the set) goes
     on; the result of the last one. The plan is changed.
 
-    Each step before the last is told of, with `report`, once the pass of the next one has begun: until then whoever passes the
-    message on would hold this thread up. Between two steps the members exchange [1 + rows] int64: whether they go on, and what
-    they have drawn.
+    Every step before the last is reported once the pass of the next one has begun: until then whoever passes the message on
+    would hold this thread up. Between two steps the members exchange [1 + rows] int64: whether they go on, and what they have
+    drawn. The exchange is part of the step before it.
     """
     started = perf_counter_ns()
     result = step(plan, _nothing)
     for index in range(1, plan.ahead + 1):
+        exchanged_s = group.seconds
         tokens = _agree(plan, result, sequences, group, device, wants_end())
+        result.collective_us += round(1e6 * (group.seconds - exchanged_s))
         if tokens is None:
             break
         before, taken, started = result, perf_counter_ns() - started, perf_counter_ns()
@@ -50,7 +52,7 @@ def run(
 
 
 def _nothing() -> None:
-    """A first step has nothing to tell."""
+    """A first step has none before it."""
 
 
 def _agree(

@@ -1,9 +1,10 @@
 """What the worker thread says while it runs a command, on the event loop."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from typing import Any
+
+from cp_wire.pb import rank_pb2
 
 
 class Said:
@@ -11,12 +12,13 @@ class Said:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._told: asyncio.Queue[tuple[Any, int] | None] = asyncio.Queue()
+        self._told: asyncio.Queue[tuple[rank_pb2.StepResult, int] | None] = asyncio.Queue()
         self._future: Future[tuple[Any, int]] | None = None
         self._before_us = 0
 
-    def more(self, result: Any | None, worker_us: int) -> None:
-        """From the worker thread: a result before the last, None = there is nothing to tell, and the time it took."""
+    def more(self, result: rank_pb2.StepResult | None, worker_us: int) -> None:
+        """From the worker thread: a result before the last, None when there is nothing to tell, and the microseconds since the
+        one before it."""
         self._before_us += worker_us
         if result is not None:
             self._tell((result, worker_us))
@@ -27,16 +29,21 @@ class Said:
         future.add_done_callback(lambda _: self._tell(None))
 
     def result(self) -> tuple[Any, int]:
-        """What the command returned, and its microseconds without those of the results before; raises what it raised."""
+        """What the command returned, and its microseconds since the last `more`; raises what it raised."""
         assert self._future is not None
         result, worker_us = self._future.result(0)
         return result, worker_us - self._before_us
 
-    async def __aiter__(self) -> AsyncIterator[tuple[Any, int]]:
-        while (told := await self._told.get()) is not None:
-            yield told
+    def __aiter__(self) -> "Said":
+        return self
 
-    def _tell(self, told: tuple[Any, int] | None) -> None:
+    async def __anext__(self) -> tuple[rank_pb2.StepResult, int]:
+        told = await self._told.get()
+        if told is None:
+            raise StopAsyncIteration
+        return told
+
+    def _tell(self, told: tuple[rank_pb2.StepResult, int] | None) -> None:
         # A process that exits no longer listens.
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._told.put_nowait, told)

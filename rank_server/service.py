@@ -2,7 +2,8 @@
 worker."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from typing import Any, TypeVar
 
 import grpc
@@ -90,8 +91,9 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                     await errors.abort(
                         context, errors.ConfigRefused(f"rank {self._rank} expected command {sequence}, got {request.sequence}")
                     )
-                async for response in self._answers(request):
-                    await context.write(response)
+                async with aclosing(self._answers(request)) as answers:
+                    async for response in answers:
+                        await context.write(response)
         except asyncio.CancelledError:
             if not self._stopping:
                 raise
@@ -162,7 +164,7 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
                 log.error("call failed", exc=error, call=type(request).__name__, session=getattr(request, "session", None))
             await errors.abort(context, error)
 
-    async def _answers(self, request: rank_pb2.ExecuteRequest) -> AsyncIterator[rank_pb2.ExecuteResponse]:
+    async def _answers(self, request: rank_pb2.ExecuteRequest) -> AsyncGenerator[rank_pb2.ExecuteResponse, None]:
         """The answer to a command, and before it what a run of steps tells on its way."""
         kind = request.WhichOneof("command")
         refusal = self._refusal(request, kind)
@@ -178,8 +180,8 @@ class RankServicer(rank_pb2_grpc.RankServiceServicer):
             said = Said(asyncio.get_running_loop())
             field, command = self._command(request, kind, said)
             said.last(self._worker.submit(request.sequence, command))
-            async for result, step_us in said:
-                yield self._response(request, worker_us=step_us, more=True, **{field: result})
+            async for step, worker_us in said:
+                yield self._response(request, worker_us=worker_us, more=True, step=step)
             result, worker_us = said.result()
             answer = self._response(request, worker_us=worker_us, **{field: result})
         except Exception as error:

@@ -109,7 +109,7 @@ class InprocRanks:
         def take(executor: Executor) -> rank_pb2.StepResult:
             own = rank_pb2.StepPlan()
             own.CopyFrom(plan)
-            return executor.run(own, lambda result, _: told[result.index].append(result))
+            return executor.run(own, lambda result, _: None if result is None else told[result.index].append(result))
 
         last = self.everywhere(take)
         (index,) = {result.index for result in last}

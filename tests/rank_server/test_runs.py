@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from cp_wire.pb import rank_pb2
+from rank_server import runs
 from rank_server.collectives.local import LocalBackend, LocalHub
 from rank_server.collectives.solo import SoloGroup
 from rank_server.runs import run
@@ -45,6 +46,7 @@ class Member:
         self.failing: tuple[int, int] | None = None
         self.plans: list[rank_pb2.StepPlan] = []
         self.told: list[int | None] = []
+        self.times_us: list[int] = []
         self.last: rank_pb2.StepResult | None = None
         self.wants_end = lambda: False
 
@@ -63,7 +65,7 @@ class Member:
         return result
 
     def tell(self, result: rank_pb2.StepResult | None, worker_us: int) -> None:
-        assert worker_us >= 0
+        self.times_us.append(worker_us)
         self.told.append(None if result is None else result.index)
 
     def take(self, plan: rank_pb2.StepPlan, group) -> None:
@@ -147,3 +149,43 @@ def test_a_plan_that_allows_nothing_is_one_step_and_exchanges_nothing():
     member = Member({1})
     member.take(a_plan(0, 1), object())
     assert len(member.plans) == 1 and member.last.index == 0 and not member.told
+
+
+class Clock:
+    """Time that a test lets go by."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.us = 0
+        monkeypatch.setattr(runs, "perf_counter_ns", lambda: 1000 * self.us)
+
+
+class Slow(SoloGroup):
+    """Two members that say the same, in an exchange that takes 5 µs."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__("wide:0")
+        self.size = 2
+        self._clock = clock
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        self._clock.us += 5
+        self.seconds += 5e-6
+        return torch.stack([x, x])
+
+
+def test_each_step_has_its_own_time_and_that_of_the_exchange_after_it(monkeypatch):
+    clock = Clock(monkeypatch)
+    member = Member({1})
+    step, results = member.step, []
+
+    def timed(plan: rank_pb2.StepPlan, meanwhile) -> rank_pb2.StepResult:
+        clock.us += 100 * (1 + len(member.plans))
+        result = step(plan, meanwhile)
+        result.collective_us = 40
+        results.append(result)
+        return result
+
+    plan = a_plan(2, 1)
+    run(plan, timed, table(1), Slow(clock), CPU, lambda: False, member.tell)
+    assert member.times_us == [105, 205]
+    assert [result.collective_us for result in results] == [45, 45, 40]
