@@ -1,7 +1,7 @@
 """The ordered command stream to one rank."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,20 +163,6 @@ class Lane:
         else:
             sent.answer.cancel()
             self.close(f"it answered {sent.kind} with {response.WhichOneof('result')}")
-
-
-async def collect(
-    lanes: Sequence[Lane], answers: Sequence["asyncio.Future[rank_pb2.ExecuteResponse]"], timeout_s: float
-) -> list[rank_pb2.ExecuteResponse]:
-    """All answers, or the first fault; of the ranks that are late the first one is named."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.gather(*answers)
-    except TimeoutError:
-        late = next((lane.rank for lane, answer in zip(lanes, answers, strict=True) if answer.cancelled()), None)
-        if late is None:  # the last answer and the end of the time came in the same turn of the event loop
-            return [answer.result() for answer in answers]
-        raise CommandTimedOut(late, f"no result of a step within {timeout_s:.1f} s") from None
 
 
 def _notice(answer: "asyncio.Future[rank_pb2.ExecuteResponse]") -> None:

@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from coordinator.faults import BadAnswer
-from coordinator.lane import Lane
 from coordinator.plan import Row, ScheduledStep
-from cp_wire.pb import common_pb2, rank_pb2
+from coordinator.step_run import Answer
+from cp_wire.pb import common_pb2
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +25,8 @@ class Outcome:
     """Time in collectives of the rank that spent least there: of all it is the one that waited least for others."""
 
 
-def put_together(step: ScheduledStep, ticket: int, answers: Sequence[tuple[Lane, rank_pb2.ExecuteResponse]]) -> Outcome:
-    """answers: of all ranks that have something to say.
-
-    Raises BadAnswer when the ranks disagree, or answer anything but what the step asks."""
+def put_together(step: ScheduledStep, ticket: int, answers: Sequence[Answer]) -> Outcome:
+    """answers: see `StepRun.step`. Raises BadAnswer when the ranks disagree, or answer anything but what the step asks."""
     sampled: dict[int, int] = {}
     failed: dict[int, str] = {}
     logprobs: dict[int, common_pb2.PositionLogprobs] = {}

@@ -2,10 +2,11 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 
 from coordinator.faults import BadAnswer, CommandTimedOut
-from coordinator.lane import Lane, collect
+from coordinator.lane import Lane
 from cp_wire.pb import rank_pb2
 
 Answer = tuple[Lane, rank_pb2.ExecuteResponse]
@@ -26,12 +27,11 @@ class StepRun:
         """By step, who has told of it before the run's end."""
         self._fault: BadAnswer | None = None
         self._asked = False
-        if plan.ahead:
-            self._answers = [lane.submit("step", plan, stall_s, partial(self._tell, lane)) for lane in lanes]
-            for answer in self._answers:
-                answer.add_done_callback(lambda _: self._news.set())
-        else:
-            self._answers = [lane.submit("step", plan, stall_s) for lane in lanes]
+        self._answers = [lane.submit("step", plan, stall_s, partial(self._tell, lane)) for lane in lanes]
+        self._to_come = len(lanes)
+        """Answers that are not there yet."""
+        for answer in self._answers:
+            answer.add_done_callback(self._answered)
 
     def end(self, timeout_s: float) -> None:
         """Has the ranks end the run after the step that they are in, if one can be told in time; one hears it and all end."""
@@ -45,19 +45,17 @@ class StepRun:
 
         Raises the first fault of a rank; `CommandTimedOut` names the first that is late.
         """
-        if not self._plan.ahead:
-            return list(zip(self._lanes, await collect(self._lanes, self._answers, timeout_s), strict=True)), False
-        try:
+        with suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while not (self._is_drawn(index) or self._is_over()):
                     self._news.clear()
                     await self._news.wait()
-        except TimeoutError:
-            if not (self._is_drawn(index) or self._is_over()):  # else it came in the turn of the event loop that ended the time
-                late = next(lane.rank for lane, answer in zip(self._lanes, self._answers, strict=True) if not answer.done())
-                raise CommandTimedOut(late, f"no result of a step within {timeout_s:.1f} s") from None
+        # What comes in the turn of the event loop in which the time ends is not late.
         if self._is_drawn(index):
             return self._told[index], True
+        if not self._is_over():
+            late = next(lane.rank for lane, answer in zip(self._lanes, self._answers, strict=True) if not answer.done())
+            raise CommandTimedOut(late, f"no result of a step within {timeout_s:.1f} s")
         last = list(zip(self._lanes, (answer.result() for answer in self._answers), strict=True))
         for lane, response in last:
             if response.step.index != index:
@@ -73,6 +71,12 @@ class StepRun:
         else:
             self._fault = BadAnswer(lane.rank, f"it goes on after step {index} of a run of {len(self._told) + 1}")
         self._news.set()
+
+    def _answered(self, answer: "asyncio.Future[rank_pb2.ExecuteResponse]") -> None:
+        """Only the last answer, or a fault, is news."""
+        self._to_come -= 1
+        if self._to_come == 0 or answer.cancelled() or answer.exception() is not None:
+            self._news.set()
 
     def _is_drawn(self, index: int) -> bool:
         """Whether all that a step before the last has drawn is here."""

@@ -2,14 +2,11 @@
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import pytest
 
 from coordinator.app import Options
 from coordinator.engine import Engine
-from coordinator.faults import CommandFailed, CommandTimedOut
-from coordinator.lane import collect
 from cp_wire import errors
 from cp_wire.pb import coordinator_pb2
 from tests.coordinator.fake_rank import continuation
@@ -183,23 +180,3 @@ async def test_an_id_is_free_after_its_call_whatever_else_fails(monkeypatch):
             await harness.until_active(0)
         harness.ranks[0].gate.set()
         assert (await harness.generate([7], request_id="mine")).token_ids == continuation([7], 8)
-
-
-def answers(*results):
-    """Lanes and their answers: a value, an exception, or None for one that is still to come."""
-    futures = []
-    for result in results:
-        futures.append(future := asyncio.get_running_loop().create_future())
-        if isinstance(result, Exception):
-            future.set_exception(result)
-        elif result is not None:
-            future.set_result(result)
-    return [SimpleNamespace(rank=10 + index) for index in range(len(futures))], futures
-
-
-async def test_answers_that_come_in_the_turn_in_which_their_time_ends_count():
-    assert await collect(*answers("a", "b"), 0) == ["a", "b"]
-    with pytest.raises(CommandFailed, match="rank 11: OUT_OF_MEMORY in step"):
-        await collect(*answers("a", CommandFailed(11, "step", "OUT_OF_MEMORY", "no")), 0)
-    with pytest.raises(CommandTimedOut, match="rank 11: no result of a step within"):
-        await collect(*answers("a", None, None), 0)

@@ -92,6 +92,15 @@ async def test_a_run_is_no_longer_than_its_plan_allows():
         await run.step(0, 5)
 
 
+async def test_a_plan_that_allows_no_run_has_no_step_that_another_one_follows():
+    (first, _), run = begin(0)
+    waiting = asyncio.create_task(run.step(0, 5))
+    await asyncio.sleep(0)
+    first.say(0, 1, 2)
+    with pytest.raises(BadAnswer, match="rank 0: it goes on after step 0 of a run of 1"):
+        await waiting
+
+
 async def test_a_rank_that_fails_in_a_run_ends_it_whoever_has_still_to_answer():
     (first, second), run = begin(3)
     first.say(0, 1, 2)
@@ -102,22 +111,33 @@ async def test_a_rank_that_fails_in_a_run_ends_it_whoever_has_still_to_answer():
         await waiting
 
 
-async def test_of_the_ranks_that_are_late_the_first_is_named():
-    (first, _), run = begin(3)
+@pytest.mark.parametrize("ahead", [0, 3])
+async def test_of_the_ranks_that_are_late_the_first_is_named(ahead):
+    (first, _), run = begin(ahead)
     first.say(0, 1, 2, more=False)
     with pytest.raises(CommandTimedOut, match="rank 1: no result of a step within"):
         await run.step(0, 0.0)
 
 
-@pytest.mark.parametrize("more", [True, False])
-async def test_what_comes_in_the_turn_that_ends_the_time_has_come(more):
+@pytest.mark.parametrize("how", ["told", "answered", "failed"])
+async def test_what_comes_in_the_turn_in_which_its_time_ends_counts(how):
     (first, second), run = begin(3)
     waiting = asyncio.create_task(run.step(0, 0.0))
-    await asyncio.sleep(0)
-    first.say(0, 1, 2, more=more)
-    second.say(0, 1, 2, more=more)
-    answers, goes_on = await waiting
-    assert (ranks(answers), goes_on) == ([0, 1], more)
+    while not waiting.cancelling():  # noqa: ASYNC110 - then its time is over, and it has not heard of it yet
+        await asyncio.sleep(0)
+    if how == "told":
+        first.say(0, 1, 2)
+        answers, more = await waiting
+        assert ranks(answers) == [0] and more
+    elif how == "answered":
+        first.say(0, 1, 2, more=False)
+        second.say(0, more=False)
+        answers, more = await waiting
+        assert ranks(answers) == [0, 1] and not more
+    else:
+        second.answer.set_exception(CommandFailed(1, "step", "OUT_OF_MEMORY", "no"))
+        with pytest.raises(CommandFailed, match="rank 1: OUT_OF_MEMORY"):
+            await waiting
 
 
 async def test_one_rank_is_asked_to_end_a_run_once():
