@@ -36,7 +36,8 @@ log = get_logger("coordinator.engine")
 class Engine:
     """Requests, scheduler and step loop of one set. Outlives the epochs of the set; `run` lives for one of them.
 
-    members: pool member of each rank of the set, ranks ascending. before_step: called before each step is put together.
+    members: pool member of each rank of the set, ranks ascending. before_step: called before each plan is made, so not
+    between the steps that ranks take by themselves.
     """
 
     def __init__(
@@ -106,7 +107,8 @@ class Engine:
         self._changed()
 
     def abort(self, handle: int) -> None:
-        """Ends a request in any state, without an event; its blocks are free after the step in flight. Idempotent."""
+        """Ends a request in any state, without an event; its blocks are free when the ranks have ended the run that
+        carries it. Idempotent."""
         live = self._live.pop(handle, None)
         if live is not None:
             self._abort(live)
@@ -151,15 +153,18 @@ class Engine:
                 self._hand_over()
                 await self._idle()
                 continue
+            tables = self.scheduler.table_blocks
             async with self._dispatcher.turn(ranks) as ticket:
-                await self._compute(step, ticket, lanes, started)
+                await self._compute(step, ticket, lanes, tables, started)
 
-    async def _compute(self, step: ScheduledStep, ticket: int, lanes: Sequence[Lane], started: float) -> None:
+    async def _compute(
+        self, step: ScheduledStep, ticket: int, lanes: Sequence[Lane], tables: Sequence[int], started: float
+    ) -> None:
         """Has the ranks compute a step, and those that they take by themselves after it."""
         limit_s = SAFETY * self._predictor.predict(step.facts)
         timeout_s = max(self._timings.step_floor_s, limit_s)
         plan = to_step_plan(step, ticket, timeout_ms=round(1000 * timeout_s))
-        tables, sent_bytes = self.scheduler.table_blocks, plan.ByteSize()
+        sent_bytes = plan.ByteSize()
         members = dict(zip((lane.rank for lane in lanes), self._members, strict=True))
         run = self._run = StepRun(lanes, plan, max(self._timings.stall_floor_s, limit_s))
         try:

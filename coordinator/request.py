@@ -14,7 +14,8 @@ class State(Enum):
     RUNNING = auto()
     """Holds blocks; the ranks know it."""
     ENDING = auto()
-    """Ended while a step that carries it is in flight; its blocks are freed when that step is committed."""
+    """Ended while a step that carries it is in flight; its blocks are freed when that step, or the last one of its run, is
+    committed."""
     FINISHED = auto()
     """Holds nothing; terminal."""
 

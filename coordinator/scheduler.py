@@ -138,8 +138,8 @@ class Scheduler:
     def abort(self, handle: int) -> None:
         """Ends a request in any state but reserved; nothing happens when it has already ended or is unknown.
 
-        If the step in flight carries it, that step's commit reports the end (without a token); otherwise nothing more is
-        reported about it.
+        If the step in flight carries it, the commit that leaves none in flight reports the end (without a token); otherwise
+        nothing more is reported about it.
         """
         self.finish(handle, "abort")
 

@@ -8,7 +8,7 @@ from coordinator.text_rows import LiveRequest, TextResult, TextRow
 from coordinator.text_worker import TextWorker
 from cp_wire.logs import get_logger
 
-log = get_logger("coordinator.engine")
+log = get_logger("coordinator.text_backlog")
 
 
 class TextBacklog:

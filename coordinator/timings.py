@@ -44,7 +44,7 @@ class Timings:
     move_again_s: float = 0.1
     """Before a second attempt to move a range; twice as long before each further one."""
     beside_s: float = 5.0
-    """A call about KV that moves, one that carries none itself."""
+    """A call beside the lane that carries no KV itself."""
     pull_s: float = 60.0
     """Moving one range of a request to one rank."""
     start_s: float = 600.0

@@ -48,8 +48,8 @@ class KvPool:
         self.head_dim = head_dim
         # Zeros come as untouched pages from the system: memory is taken when a block is first written.
         if memory is None:
-            size = prod(shape) * dtype.itemsize
-            memory = host_zeros(size) if str(device) == "cpu" else torch.zeros(size, dtype=torch.uint8, device=device)
+            size, of_host = prod(shape) * dtype.itemsize, torch.device(device).type == "cpu"
+            memory = host_zeros(size) if of_host else torch.zeros(size, dtype=torch.uint8, device=device)
         elif len(memory) != prod(shape) * dtype.itemsize:
             raise ValueError(f"memory of {len(memory)} bytes for a KV pool of {prod(shape) * dtype.itemsize}")
         self._data = memory.view(dtype).view(shape)
