@@ -279,6 +279,8 @@ async def test_k8_a_stopping_rank_ends_a_lane_that_waits_for_commands(rank):
     stub, servicer, executor = rank
     lane = Lane(stub)
     await lane.send(step=rank_pb2.StepPlan(ticket=1))
+    # An answer may be here before the rank's own end of writing it is: no status can be sent until then.
+    await stub.GetProgress(rank_pb2.GetProgressRequest(), timeout=DEADLINE_S)
     coming = asyncio.ensure_future(lane.stream.read())
     servicer.end_lane()
     assert await coming is grpc.aio.EOF
