@@ -7,6 +7,7 @@ import pytest
 from cp_wire.pb import common_pb2
 from rank_server.collectives.base import CollectiveError
 from rank_server.collectives.local import LocalHub
+from rank_server.runs import EVERY_TICKET
 from rank_server.sequences import PlanRefused
 from tests.rank_server.ranks import DEADLINE_S, open_all, plan, row, serving
 from tests.rank_server.threads import run_ranks
@@ -131,3 +132,23 @@ def test_collectives_of_a_step_are_counted(pair):
     assert results[0].collectives == results[1].collectives > 0
     assert all(result.collective_us > 0 for result in results)
     assert results[0].ticket == 7
+
+
+def test_a_run_ends_after_the_step_that_it_is_in_when_it_or_a_later_one_is_told_to(files):
+    executor = serving(files).executor
+    executor.step(plan(row(1, 0, [5], [0, 1, 2]), admitted=[1]))
+
+    def steps(start: int, ticket: int) -> int:
+        allowed = plan(row(1, start, [5], output_index=start), ahead=2, ticket=ticket)
+        return 1 + executor.run(allowed, lambda result, worker_us: None).index
+
+    assert steps(1, 8) == 3
+    executor.end_run(7)
+    assert steps(4, 8) == 3
+    executor.end_run(8)
+    executor.end_run(6)
+    assert steps(7, 8) == 1
+    executor.end_run(EVERY_TICKET)
+    assert steps(8, EVERY_TICKET) == 1
+    with pytest.raises(ValueError, match="out of range"):
+        plan(ticket=EVERY_TICKET + 1)

@@ -14,6 +14,7 @@ from cp_wire.serve import Server
 from model_files import ModelRefused
 from rank_server.collectives.base import CollectiveError
 from rank_server.models.weights import WeightError
+from rank_server.runs import EVERY_TICKET
 from rank_server.sequences import PlanRefused
 from rank_server.service import RankServicer, command_error
 from rank_server.transfer import Transfers
@@ -287,6 +288,7 @@ async def test_k8_a_stopping_rank_ends_a_lane_that_waits_for_commands(rank):
     assert await lane.stream.code() is grpc.StatusCode.OK
     assert servicer.lane_closed.is_set()
     assert executor.plans == [1]
+    assert executor.ended == [EVERY_TICKET]
 
 
 async def test_k8_a_stopping_rank_takes_no_lane(rank):
