@@ -51,7 +51,7 @@ class Lane:
         self._closed_reason: str | None = None
         self._outbox: asyncio.Queue[rank_pb2.ExecuteRequest] = asyncio.Queue()
         self._stub = stub
-        self._calls: set[Any] = set()
+        self._calls: set[grpc.aio.Call] = set()
         """Calls beside the stream that are under way."""
         self._call: Any = stub.Execute()
         self._tasks = (asyncio.create_task(self._write()), asyncio.create_task(self._read()))

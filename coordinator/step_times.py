@@ -29,8 +29,8 @@ class StepMeter:
         """Steps by decode mode and gather."""
 
     def record(self, step: ScheduledStep, wall_s: float, rank_s: float, collective_s: float, plan_bytes: int) -> None:
-        """wall_s: from the begin of scheduling to the end of the commit. rank_s, collective_s: see `Outcome`.
-        plan_bytes: 0 for a step that the ranks have taken by themselves.
+        """wall_s: from the begin of scheduling to the end of the commit; of a step that the ranks have taken by themselves,
+        from the end of the commit before. rank_s, collective_s: see `Outcome`. plan_bytes: 0 for such a step.
         """
         if not step.rows:
             return
