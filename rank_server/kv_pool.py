@@ -48,7 +48,8 @@ class KvPool:
         self.head_dim = head_dim
         # Zeros come as untouched pages from the system: memory is taken when a block is first written.
         if memory is None:
-            size, of_host = prod(shape) * dtype.itemsize, torch.device(device).type == "cpu"
+            # By name: `torch.device` is what a stand-in for a device takes over.
+            size, of_host = prod(shape) * dtype.itemsize, str(device) == "cpu"
             memory = host_zeros(size) if of_host else torch.zeros(size, dtype=torch.uint8, device=device)
         elif len(memory) != prod(shape) * dtype.itemsize:
             raise ValueError(f"memory of {len(memory)} bytes for a KV pool of {prod(shape) * dtype.itemsize}")

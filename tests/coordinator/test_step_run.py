@@ -39,6 +39,12 @@ def begin(ahead: int, handles=(1, 2)):
     return lanes, StepRun(lanes, plan, 1.0)
 
 
+async def result(run: StepRun, index: int):
+    """A step that comes long before its time is over."""
+    async with asyncio.timeout(5):
+        return await run.step(index, 60)
+
+
 def ranks(answers) -> list[int]:
     return [lane.rank for lane, _ in answers]
 
@@ -46,7 +52,7 @@ def ranks(answers) -> list[int]:
 async def test_a_step_of_a_run_is_there_when_all_its_rows_have_been_drawn_by_whomever():
     (first, second), run = begin(2)
     first.say(0, 1)
-    waiting = asyncio.create_task(run.step(0, 5))
+    waiting = asyncio.create_task(result(run, 0))
     await asyncio.sleep(0)
     assert not waiting.done()
     second.say(0, 2)
@@ -60,7 +66,7 @@ async def test_the_last_step_is_what_all_ranks_answer_at_whatever_step_they_end(
     first.say(1, 1, 2)
     first.say(2, 1, 2, more=False)
     second.say(2, more=False)
-    assert [(ranks(answers), more) for answers, more in [await run.step(index, 5) for index in range(3)]] == [
+    assert [(ranks(answers), more) for answers, more in [await result(run, index) for index in range(3)]] == [
         ([0], True),
         ([0], True),
         ([0, 1], False),
@@ -69,9 +75,12 @@ async def test_the_last_step_is_what_all_ranks_answer_at_whatever_step_they_end(
 
 async def test_without_a_run_the_answers_are_the_step():
     (first, second), run = begin(0)
-    first.say(0, 1, 2, more=False)
-    second.say(0, more=False)
-    answers, more = await run.step(0, 5)
+    waiting = asyncio.create_task(result(run, 0))
+    for lane in (first, second):
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        lane.say(0, 1, 2, more=False)
+    answers, more = await waiting
     assert ranks(answers) == [0, 1] and not more
     run.end(1.0)
     assert not first.ended + second.ended
@@ -82,19 +91,19 @@ async def test_ranks_that_end_a_run_at_different_steps_do_not_agree_on_what_happ
     first.say(0, 1, 2, more=False)
     second.say(1, more=False)
     with pytest.raises(BadAnswer, match="rank 1: its run of step 7 ended with step 1, not 0"):
-        await run.step(0, 5)
+        await result(run, 0)
 
 
 async def test_a_run_is_no_longer_than_its_plan_allows():
     (first, _), run = begin(1)
     first.say(1, 1, 2)
     with pytest.raises(BadAnswer, match="rank 0: it goes on after step 1 of a run of 2"):
-        await run.step(0, 5)
+        await result(run, 0)
 
 
 async def test_a_plan_that_allows_no_run_has_no_step_that_another_one_follows():
     (first, _), run = begin(0)
-    waiting = asyncio.create_task(run.step(0, 5))
+    waiting = asyncio.create_task(result(run, 0))
     await asyncio.sleep(0)
     first.say(0, 1, 2)
     with pytest.raises(BadAnswer, match="rank 0: it goes on after step 0 of a run of 1"):
@@ -104,8 +113,9 @@ async def test_a_plan_that_allows_no_run_has_no_step_that_another_one_follows():
 async def test_a_rank_that_fails_in_a_run_ends_it_whoever_has_still_to_answer():
     (first, second), run = begin(3)
     first.say(0, 1, 2)
-    await run.step(0, 5)
-    waiting = asyncio.create_task(run.step(1, 5))
+    await result(run, 0)
+    waiting = asyncio.create_task(result(run, 1))
+    await asyncio.sleep(0)
     second.answer.set_exception(CommandFailed(1, "step", "OUT_OF_MEMORY", "no"))
     with pytest.raises(CommandFailed, match="rank 1: OUT_OF_MEMORY"):
         await waiting
