@@ -19,6 +19,7 @@ from cp_wire.serve import Server
 from kv_transfer.service import SERVICE, KvTransferServicer, add_to_server
 from model_files import ModelRefused, open_model
 from rank_server.collectives.table import backends
+from rank_server.cores import keep_to, own_cores
 from rank_server.device import check_device
 from rank_server.executor import Executor
 from rank_server.service import RankServicer
@@ -59,8 +60,9 @@ async def serve(args: argparse.Namespace) -> int:
     threads = threads_per_rank(args.threads_per_rank, args.ranks_on_host)
     torch.set_num_threads(threads)
     instance = new_instance()
-    # OpenMP keeps the number for each thread that begins parallel work, and products of oneDNN begin it without asking torch.
-    worker = Worker(partial(torch.set_num_threads, threads))
+    worker = Worker(
+        partial(_prepare, threads, own_cores(tuple(os.sched_getaffinity(0)), args.rank, args.ranks_on_host, threads))
+    )
     executor = Executor(model_files, backends(args.host), worker.touch, args.ranks_on_host, args.device)
     transfers = Transfers(executor, model_files, instance, host_identity())
     servicer = RankServicer(executor, worker, transfers, args.rank, instance)
@@ -85,6 +87,13 @@ async def serve(args: argparse.Namespace) -> int:
         executor.close_groups()
         # The worker may sit in a collective that nothing can interrupt; the process goes all the same.
         await asyncio.to_thread(worker.stop, STOP_GRACE_S)
+
+
+def _prepare(threads: int, cores: Sequence[int]) -> None:
+    """Of the thread that computes."""
+    keep_to(cores)
+    # OpenMP keeps the number for each thread that begins parallel work, and products of oneDNN begin it without asking torch.
+    torch.set_num_threads(threads)
 
 
 async def _register(args: argparse.Namespace, address: str, instance: str, model_hash: str) -> None:
