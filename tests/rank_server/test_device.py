@@ -129,7 +129,7 @@ def test_a4_what_a_gpu_has_no_room_for_is_named(files, two_gpus, monkeypatch):
     monkeypatch.setattr(executor_module, "load_weights", lambda *args: load_weights(*args[:-1], META))
     executor = Rank(files).executor
     block = executor.configure(config(device="cuda"), 0).kv_bytes_per_block
-    monkeypatch.setattr(executor_module, "KvPool", out_of_memory)
+    monkeypatch.setattr(KvPool, "of", out_of_memory)
     with pytest.raises(PoolRefused, match=f"a KV pool of {3 * block} bytes can't be had on cuda:0, 1073741824 bytes are free"):
         executor.allocate_pool(3)
     monkeypatch.setattr(executor_module, "load_weights", out_of_memory)

@@ -1,5 +1,6 @@
 """How a rank becomes ready: what it refuses before it loads, what it says it took over, how large its pool is."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -176,10 +177,8 @@ def test_a4_a_block_takes_what_was_planned(tiny, monkeypatch, heads, kv_heads, d
 
 
 def test_a4_a_block_of_another_size_is_refused(files, monkeypatch):
-    def wider(num_kv_heads, **sizes):
-        return KvPool(num_kv_heads=num_kv_heads + 1, **sizes)
-
-    monkeypatch.setattr(executor_module, "KvPool", wider)
+    made = KvPool.of
+    monkeypatch.setattr(KvPool, "of", lambda spec, *sizes: made(replace(spec, heads=spec.heads + 1), *sizes))
     rank = Rank(files).executor
     planned = rank.configure(config(), 0).kv_bytes_per_block
     with pytest.raises(PoolRefused, match=f"takes {planned * 3 // 2} bytes, {planned} were planned"):
