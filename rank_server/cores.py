@@ -3,6 +3,10 @@
 import os
 from collections.abc import Sequence
 
+from cp_wire.logs import get_logger
+
+log = get_logger("rank")
+
 
 def own_cores(cpus: Sequence[int], rank: int, ranks_on_host: int, threads: int) -> tuple[int, ...]:
     """The CPUs, out of those that the ranks of a host may use, that this rank's compute threads keep to; () = any.
@@ -18,6 +22,13 @@ def own_cores(cpus: Sequence[int], rank: int, ranks_on_host: int, threads: int) 
 
 
 def keep_to(cores: Sequence[int]) -> None:
-    """Keeps the calling thread, and those that it starts from now on, to these CPUs; () changes nothing."""
-    if cores:
+    """Keeps the calling thread, and those that it starts from now on, to these CPUs; () changes nothing.
+
+    Where the system refuses (they may have been taken away since) it computes anywhere, and says so.
+    """
+    if not cores:
+        return
+    try:
         os.sched_setaffinity(0, cores)
+    except OSError as error:
+        log.warning("the rank does not keep to its own CPUs", cpus=list(cores), why=str(error))

@@ -61,3 +61,10 @@ def test_the_thread_that_computes_begins_with_its_cpus_and_its_number_of_threads
     thread.start()
     thread.join()
     assert seen == [({one}, 1)]
+
+
+def test_a_place_that_is_refused_is_no_end_of_the_thread(caplog):
+    everywhere = os.sched_getaffinity(0)
+    keep_to((max(everywhere) + 5000,))
+    assert os.sched_getaffinity(0) == everywhere
+    assert "does not keep to its own CPUs" in caplog.text
