@@ -78,10 +78,14 @@ class Coordinator(rpc.RegistryServiceServicer, rpc.ControlServiceServicer):
         server.add(rpc.add_ControlServiceServicer_to_server, self, "kvloom.v1.ControlService")
         print(f"listening grpc={await server.start()}", flush=True)
         process.watch_stdin_eof()
-        await self.all_here.wait()
-        print("a line that means nothing", flush=True)
-        print(f"ready grpc=127.0.0.1:{self.args.port or 7}", flush=True)
-        await asyncio.Event().wait()
+        try:
+            await self.all_here.wait()
+            print("a line that means nothing", flush=True)
+            print(f"ready grpc=127.0.0.1:{self.args.port or 7}", flush=True)
+            await asyncio.Event().wait()
+        finally:
+            # A server that is left to the end of the process waits there for what a frozen client owes it.
+            await server.stop(0)
 
 
 def freeze_if_told(args):
