@@ -1,20 +1,20 @@
 """The loop of one scheduling set: schedule, send, collect, commit, hand the tokens to the text thread."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from time import perf_counter
 
 from coordinator.dispatch import Dispatcher
 from coordinator.faults import BadAnswer, TextStuck
 from coordinator.lane import Lane
-from coordinator.outcome import Outcome, put_together
+from coordinator.outcome import Outcome, check_tables, put_together
 from coordinator.plan import ScheduledStep
 from coordinator.predict import StepPredictor
 from coordinator.pricing import Pricing
 from coordinator.relay import Relay
 from coordinator.request import Request
 from coordinator.scheduler import Progress, Scheduler
-from coordinator.step_run import Answer, StepRun
+from coordinator.step_run import StepRun
 from coordinator.step_times import StepMeter
 from coordinator.text_backlog import TextBacklog
 from coordinator.text_rows import LiveRequest, TextResult, TextRow
@@ -81,7 +81,7 @@ class Engine:
         self.scheduler.add(*(live.request for live in lives))
         for live in lives:
             self._live[live.request.handle] = live
-        self._changed()
+        self._queued()
 
     def expect(self, live: LiveRequest) -> None:
         """A request whose KV comes from another set; its relay reserves and activates it in the scheduler."""
@@ -91,7 +91,7 @@ class Engine:
         """Queues a prompt for a request whose output is computed elsewhere; raises scheduler.QueueFull."""
         self.scheduler.add(prompt)
         self._relays[prompt.handle] = relay
-        self._changed()
+        self._queued()
 
     def stop(self, handle: int) -> None:
         """Computes nothing more of a prompt; its relay hears no more of it, unless the set is lost."""
@@ -173,7 +173,7 @@ class Engine:
             self._hand_over()
             for index in range(1 + step.ahead):
                 answers, more = await run.step(index, timeout_s + self._timings.step_margin_s)
-                self._check_tables(tables, members, answers)
+                check_tables(tables, members, answers)
                 outcome = put_together(step, ticket, answers)
                 self._deliver_scores(step, outcome)
                 progress = self.scheduler.commit(step, outcome.sampled, outcome.failed, more=more)
@@ -199,6 +199,12 @@ class Engine:
         finally:
             self._run = None
 
+    def _queued(self) -> None:
+        """A request more waits. A run under way goes on where it can't be seated before somebody leaves."""
+        self._work.set()
+        if self._run is not None and self.scheduler.may_grow:
+            self._run.end(self._timings.beside_s)
+
     def _changed(self) -> None:
         """There is something to schedule, or nothing more to compute for somebody: a run under way has to end."""
         self._work.set()
@@ -221,13 +227,6 @@ class Engine:
                 live.relay.ended()
         self._committed = []
         self.doubt(error)
-
-    def _check_tables(self, tables: Sequence[int], members: Mapping[int, int], answers: Sequence[Answer]) -> None:
-        """Books that differ mean that a rank reads or writes blocks which belong to somebody else; members: by rank."""
-        for lane, response in answers:
-            held, expected = response.step.blocks_in_use, tables[members[lane.rank]]
-            if held != expected:
-                raise BadAnswer(lane.rank, f"its block tables hold {held} blocks, they should hold {expected}")
 
     def _deliver_scores(self, step: ScheduledStep, outcome: Outcome) -> None:
         """Before the step's tokens: these take the way through the text thread."""

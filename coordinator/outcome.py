@@ -25,6 +25,17 @@ class Outcome:
     """Time in collectives of the rank that spent least there: of all it is the one that waited least for others."""
 
 
+def check_tables(tables: Sequence[int], members: Mapping[int, int], answers: Sequence[Answer]) -> None:
+    """Raises BadAnswer when a rank holds another number of blocks than the books say: it reads or writes somebody else's.
+
+    tables: by pool member. members: pool member by rank.
+    """
+    for lane, response in answers:
+        held, expected = response.step.blocks_in_use, tables[members[lane.rank]]
+        if held != expected:
+            raise BadAnswer(lane.rank, f"its block tables hold {held} blocks, they should hold {expected}")
+
+
 def put_together(step: ScheduledStep, ticket: int, answers: Sequence[Answer]) -> Outcome:
     """answers: see `StepRun.step`. Raises BadAnswer when the ranks disagree, or answer anything but what the step asks."""
     sampled: dict[int, int] = {}

@@ -65,6 +65,11 @@ class Scheduler:
         return len(self._seats.waiting)
 
     @property
+    def may_grow(self) -> bool:
+        """Whether a step may take in another request although none leaves before: nobody needs to hurry otherwise."""
+        return self._seats.may_grow(self._config.max_num_seqs)
+
+    @property
     def free_blocks(self) -> tuple[int, ...]:
         """Free blocks of each member; evictable prefix blocks count as free."""
         return self._kv.free_blocks
@@ -185,7 +190,7 @@ class Scheduler:
             return None
         choice, facts = self._owners.decide(rows, self._seats.running)
         ahead = 0
-        if rows and not self._seats.anyone_is_to_come:
+        if rows and not self.may_grow:
             ahead, rows = lead(rows, self._seats.running, self._kv, self._config.max_ahead)
         step = ScheduledStep(
             released=tuple(self._seats.released),

@@ -7,6 +7,7 @@ its blocks stay *held* until they are.
 """
 
 from collections import OrderedDict
+from itertools import islice
 
 from coordinator.kv_blocks import KvBlocks, Placement
 from coordinator.owners import Owners
@@ -42,10 +43,11 @@ class Seats:
         """Requests that have a seat, or will have one without asking again."""
         return len(self.running) + len(self.reserved) + len(self.arrived)
 
-    @property
-    def anyone_is_to_come(self) -> bool:
-        """Whether a step may take in another request."""
-        return bool(self.waiting or self.arrived)
+    def may_grow(self, max_seated: int) -> bool:
+        """Whether a step may take in another request although none leaves before; max_seated: seats there are."""
+        if self.arrived:
+            return True
+        return self.num_seated < max_seated and any(front != self.stuck for front in islice(self.waiting, 1))
 
     def clear(self) -> list[Request]:
         """All is lost; returns the requests that were not over."""

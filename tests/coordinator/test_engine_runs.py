@@ -54,6 +54,21 @@ async def test_a_new_request_ends_the_run_and_is_admitted_by_the_next_plan():
         await harness.until_idle()
 
 
+async def test_a_new_request_that_finds_no_seat_leaves_the_run_alone():
+    async with cluster(pcp=2, dcp=2, max_num_seqs=1) as harness:
+        task = await held_in_a_run(harness)
+        rank = harness.ranks[0]
+        running = rank.steps[-1].ticket
+        other = asyncio.create_task(harness.generate([5, 6], max_tokens=3))
+        while (await harness.status()).waiting != 1:
+            pass
+        rank.gate.set()
+        assert (await task).token_ids == continuation([1, 2, 3], 60)
+        assert (await other).token_ids == continuation([5, 6], 3)
+        assert rank.run_to_end < running
+        await harness.until_idle()
+
+
 async def test_an_abort_ends_the_run_and_the_other_request_goes_on():
     async with cluster(pcp=2, dcp=2) as harness:
         task = await held_in_a_run(harness)

@@ -49,11 +49,55 @@ def test_a_step_with_a_prompt_goes_no_further():
     assert [cluster.step().ahead for _ in range(3)] == [0, 0, 0]
 
 
-def test_a_step_goes_no_further_while_somebody_waits():
+def test_a_step_goes_no_further_while_somebody_waits_who_may_be_seated():
+    """The first one in the queue has not been looked at since somebody gave way."""
+    cluster = Cluster(Layout(1, 4, 4), 5, max_ahead=7, max_num_batched_tokens=64)
+    decoding(cluster, [1] * 7, [2] * 7, max_tokens=9)
+    while not cluster.scheduler.waiting:
+        step = cluster.step()
+    assert step.ahead == 0 and [len(each.rows) for each in cluster.steps[-2:]] == [2, 1]
+    assert cluster.dispatch().ahead > 0
+
+
+def test_a_queue_that_has_to_wait_for_a_seat_keeps_nobody_from_going_on():
     cluster = Cluster(Layout(1, 4, 4), 100, max_ahead=7, max_num_seqs=1)
-    decoding(cluster, [1])
-    cluster.add([2], 2)
-    assert cluster.dispatch().ahead == 0
+    (first,) = decoding(cluster, [1], max_tokens=20)
+    second = cluster.add([2], 2)
+    aheads = []
+    while first.state is not State.FINISHED:
+        step = cluster.dispatch()
+        aheads.append(step.ahead)
+        while step.ahead:
+            assert second.state is State.WAITING
+            step = cluster.go_on(step)
+        cluster.commit(step)
+    assert aheads == [7, 7, 2]
+    step = cluster.dispatch()
+    assert [row.handle for row in step.rows] == [second.handle]
+
+
+def test_a_queue_that_has_to_wait_for_blocks_keeps_nobody_from_going_on():
+    cluster = Cluster(Layout(1, 4, 4), 8, max_ahead=2, max_num_batched_tokens=64)
+    (short,), (long,) = decoding(cluster, [1] * 4, max_tokens=5), decoding(cluster, [3] * 4, max_tokens=10)
+    big = cluster.add([4] * 20, 2)
+    assert cluster.scheduler.may_grow
+    step = cluster.dispatch()
+    assert step.ahead == 2 and not cluster.scheduler.may_grow
+    cluster.commit(cluster.go_on(cluster.go_on(step)))
+    assert short.state is State.FINISHED and cluster.scheduler.may_grow
+    assert {row.handle for row in cluster.dispatch().rows} == {long.handle, big.handle}
+
+
+def test_who_comes_first_after_the_one_that_had_to_wait_is_looked_at():
+    cluster = Cluster(Layout(1, 4, 4), 8, max_ahead=2, max_num_batched_tokens=64)
+    decoding(cluster, [1] * 12, max_tokens=20)
+    big, small = cluster.add([4] * 24, 2), cluster.add([5], 2)
+    step = cluster.dispatch()
+    assert step.ahead == 2 and not cluster.scheduler.may_grow
+    cluster.scheduler.abort(big.handle)
+    assert cluster.scheduler.may_grow
+    cluster.commit(step)
+    assert small.handle in {row.handle for row in cluster.dispatch().rows}
 
 
 def test_a_run_ends_with_the_first_request_that_is_over():
