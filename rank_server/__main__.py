@@ -19,7 +19,7 @@ from cp_wire.serve import Server
 from kv_transfer.service import SERVICE, KvTransferServicer, add_to_server
 from model_files import ModelRefused, open_model
 from rank_server.collectives.table import backends
-from rank_server.cores import keep_to, own_cores
+from rank_server.cores import keep_to, own_cores, take_one_each
 from rank_server.device import check_device
 from rank_server.executor import Executor
 from rank_server.service import RankServicer
@@ -94,6 +94,7 @@ def _prepare(threads: int, cores: Sequence[int]) -> None:
     keep_to(cores)
     # OpenMP keeps the number for each thread that begins parallel work, and products of oneDNN begin it without asking torch.
     torch.set_num_threads(threads)
+    take_one_each(cores)
 
 
 async def _register(args: argparse.Namespace, address: str, instance: str, model_hash: str) -> None:

@@ -1,13 +1,16 @@
 """Which CPUs a rank computes on."""
 
+import ctypes
 import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from rank_server.__main__ import _prepare
-from rank_server.cores import keep_to, own_cores
+from rank_server.compiled.openmp import parallel
+from rank_server.cores import keep_to, own_cores, take_one_each
 
 
 @pytest.mark.parametrize(
@@ -19,9 +22,10 @@ from rank_server.cores import keep_to, own_cores
         (range(4), 2, 1, [(), ()]),
         (range(4), 4, 2, [()] * 4),
         (range(3), 2, 1, [(), ()]),
-        (range(4), 1, 4, [()]),
+        (range(4), 1, 4, [(0, 1, 2, 3)]),
+        (range(4), 1, 2, [()]),
     ],
-    ids=["each one", "any numbers", "three", "cpus are left", "too few", "one is left", "alone"],
+    ids=["each one", "any numbers", "three", "cpus are left", "too few", "one is left", "alone", "alone with cpus left"],
 )
 def test_ranks_that_take_every_cpu_once_keep_to_their_own(cpus, ranks, threads, cores):
     assert [own_cores(cpus, rank, ranks, threads) for rank in range(ranks)] == cores
@@ -61,6 +65,63 @@ def test_the_thread_that_computes_begins_with_its_cpus_and_its_number_of_threads
     thread.start()
     thread.join()
     assert seen == [({one}, 1)]
+
+
+def in_a_thread(function):
+    """What the function returns in a thread of its own, with the OpenMP pool of that thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
+def places_of_pool(threads):
+    """By thread of the calling thread's OpenMP pool, the CPUs it may use."""
+    places = {}
+
+    def look(_):
+        places[threading.get_native_id()] = os.sched_getaffinity(0)
+
+    function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(look)
+    parallel()(ctypes.cast(function, ctypes.c_void_p).value, 0, threads)
+    assert len(places) == threads
+    return places
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two CPUs")
+def test_two_threads_that_take_every_cpu_have_one_each():
+    cores = tuple(sorted(os.sched_getaffinity(0))[:2])
+
+    def compute():
+        _prepare(2, cores)
+        before = places_of_pool(2)
+        torch.ones(1 << 20).mul_(2)  # torch computes with the same threads
+        assert places_of_pool(2) == before
+        return before
+
+    places = in_a_thread(compute)
+    assert sorted(places.values(), key=min) == [{core} for core in cores]
+    assert os.sched_getaffinity(0) >= set(cores)
+
+
+def test_threads_of_a_pool_of_three_share_their_cpus():
+    cores = tuple(sorted(os.sched_getaffinity(0)))
+
+    def compute():
+        take_one_each((cores[0],) * 3)
+        return places_of_pool(3)
+
+    assert list(in_a_thread(compute).values()) == [set(cores)] * 3
+
+
+def test_a_second_place_that_is_refused_leaves_the_thread_where_it_was(caplog):
+    everywhere = os.sched_getaffinity(0)
+    absent = max(everywhere) + 5000
+
+    def compute():
+        take_one_each((absent, absent))
+        return places_of_pool(2)
+
+    assert list(in_a_thread(compute).values()) == [everywhere] * 2
+    assert caplog.text.count("does not keep to its own CPUs") == 2
 
 
 def test_a_place_that_is_refused_is_no_end_of_the_thread(caplog):
