@@ -82,11 +82,11 @@ class DecodeProgram:
         with e.loop(0, self._call["num_rows"]) as row:
             first, last = (e.load(self._call["first_range"], I64, e.at(row, i)) for i in (0, 1))
             with e.loop(first, last) as number:
-                keys = e.at(self._call["ranges"], e.times(number, 8 * RANGE_FIELDS))
-                table, begin, end, middle = (e.load(keys, I64, i) for i in range(RANGE_FIELDS))
+                table, begin, end, middle = self._range(number)
                 whose = e.b.sdiv(e.times(middle, size), e.at(self._call["num_keys"], 1))
                 with e.b.if_then(e.b.icmp_signed("==", whose, thread)):
-                    self._attend(row, number, e.at(self._call["tables"], e.times(table, 8)), begin, end)
+                    _, _, end_of_row, _ = self._range(e.at(last, -1))
+                    self._attend(row, number, e.at(self._call["tables"], e.times(table, 8)), begin, end, end_of_row)
         if team:
             e.call("GOMP_barrier", ir.VoidType())
         with e.loop(thread, self._call["num_rows"], size) as row:
@@ -101,7 +101,16 @@ class DecodeProgram:
         e = self._e
         return e.at(self._call["partial"], e.times(e.at(e.times(number, self._heads), head), 4 * partial_floats(self._dim)))
 
-    def _attend(self, row: ir.Value, number: ir.Value, table: ir.Value, begin: ir.Value, end: ir.Value) -> None:
+    def _range(self, number: ir.Value) -> list[ir.Value]:
+        """The fields of a range."""
+        e = self._e
+        keys = e.at(self._call["ranges"], e.times(number, 8 * RANGE_FIELDS))
+        return [e.load(keys, I64, i) for i in range(RANGE_FIELDS)]
+
+    def _attend(
+        self, row: ir.Value, number: ir.Value, table: ir.Value, begin: ir.Value, end: ir.Value, end_of_row: ir.Value
+    ) -> None:
+        """With its last tile it asks for the keys at which the row goes on: they are most likely this thread's next range."""
         e = self._e
         token = e.load(self._call["tokens"], I64, row)
         source = e.at(self._call["q"], e.times(token, self._call["q_stride"]))
@@ -119,7 +128,7 @@ class DecodeProgram:
         with e.loop(begin, end, TILE) as first:
             last = e.least(e.at(first, TILE), end)
             count, places, next_places = e.b.sub(last, first), e.get(here), e.get(after)
-            self._locate(next_places, table, last, e.least(e.at(last, TILE), end))
+            self._locate(next_places, table, last, e.least(e.at(last, TILE), end_of_row))
             with e.loop(0, self._call["kv_heads"]) as kv_head:
                 self._score(kv_head, places, next_places, count)
                 with e.loop(0, self._share) as member:
