@@ -13,12 +13,12 @@ from cp_wire.pb import common_pb2, rank_pb2
 from kv_transfer.shared_memory import SharedPool
 from model_files import ModelFiles
 from rank_server.attention.kernels import kernels_for
-from rank_server.collectives.base import Backend, Group
-from rank_server.collectives.solo import SoloGroup
+from rank_server.collectives.base import Backend
 from rank_server.device import POOL_SHARE, free_bytes, room_on
 from rank_server.draws import answer
 from rank_server.flows.replicated import ReplicatedFlow
 from rank_server.flows.table import Ways, check_way
+from rank_server.groups import Groups
 from rank_server.host_heap import give_back_free_pages
 from rank_server.kv_pool import KvPool
 from rank_server.link_timing import time_all_gather
@@ -54,18 +54,16 @@ class Executor:
         workspace_bytes: int = WORKSPACE_BYTES,
     ) -> None:
         self._files = model_files
-        self._backends = backends
+        self._groups = Groups(backends)
         self._progress = progress
         self._ranks_on_host = ranks_on_host
         self._device = device
         self._workspace_bytes = workspace_bytes
-        self._backend: Backend | None = None
         self._place: Place | None = None
         self._pool_is_shared = False
         self._weights: Weights | None = None
         self._bytes_per_block = 0
         self._pool: KvPool | None = None
-        self._groups: dict[str, Group] = {}
         self._model: Model | None = None
         self._ways: Ways | None = None
         self._recorded: RecordedPasses | None = None
@@ -110,7 +108,7 @@ class Executor:
         if self._device not in ("auto", config.device):
             raise ConfigRefused(f"rank {rank} computes on {self._device}, the cluster on {config.device}")
         place = Place.of(config, rank, self._files.shape, first_rank)
-        self._backend = self._open_backend(config.collectives, place)
+        self._groups.choose(config.collectives, place)
         with room_on(place.device, "the weights"):
             loaded = load_weights(self._files, place.grid.tp, place.tp_index, place.dtype, self._loaded, place.device)
             self._weights = resident_weights(self._files.shape, loaded, place.grid.pcp)
@@ -151,46 +149,39 @@ class Executor:
 
     def prepare_group(self, name: str, ranks: Sequence[int]) -> rank_pb2.GroupPrepared:
         """Bootstrap bytes for a group of which this rank is member 0."""
-        return rank_pb2.GroupPrepared(bootstrap=self._require_backend().prepare(name, ranks))
+        return rank_pb2.GroupPrepared(bootstrap=self._groups.prepare(name, ranks))
 
     def open_group(self, name: str, ranks: Sequence[int], bootstrap: bytes, timeout_s: float) -> rank_pb2.GroupOpened:
         """Joins a group; waits for its members."""
-        if name in self._groups:
-            raise PlanRefused(f"group {name} is open already")
-        self._groups[name] = self._require_backend().open(name, ranks, self.place.rank, bootstrap, timeout_s)
+        self._groups.join(name, ranks, self.place.rank, bootstrap, timeout_s)
         self._model = self._ways = None
         return rank_pb2.GroupOpened()
 
     def measure_group(self, name: str, payload_bytes: int, repeats: int, timeout_s: float) -> rank_pb2.GroupMeasured:
         """Times exchanges of an open group, together with its other members."""
-        if name not in self._groups:
-            raise PlanRefused(f"group {name} is not open")
-        group = self._groups[name]
+        group = self._groups.named(name)
         group.set_timeout(timeout_s)
         seconds = time_all_gather(group, payload_bytes, repeats, self.place.device, self._progress)
         return rank_pb2.GroupMeasured(seconds=seconds)
 
     def reset(self) -> rank_pb2.ResetDone:
         """Forgets all requests and leaves all groups; weights and pool stay."""
-        self.close_groups()
-        self._groups.clear()
+        self._groups.forget()
         self._model = self._ways = self._recorded = None
         self._sequences.clear()
         return rank_pb2.ResetDone()
 
     def close_groups(self) -> None:
         """Leaves all groups without waiting for anybody; may be called from another thread to interrupt a collective."""
-        for group in list(self._groups.values()):
-            group.close()
+        self._groups.close()
 
     def step(self, plan: rank_pb2.StepPlan, meanwhile: Callable[[], None] = lambda: None) -> rank_pb2.StepResult:
         """One forward pass; meanwhile: is called when it begins, if the plan has rows. Collectives fail after the plan's
         timeout; a failure leaves the rank to be reset."""
         place, pool = self.place, self.pool
         check_way(plan, place.grid)
-        for group in self._groups.values():
-            group.set_timeout(plan.timeout_ms / 1000)
-        calls_before, seconds_before = self._exchanged
+        self._groups.set_timeout(plan.timeout_ms / 1000)
+        calls_before, seconds_before = self._groups.exchanged
         keep = partial(keep_history, vocab_size=self._files.shape.vocab_size, device=place.device)
         history_of = keep if self._samples else no_history
         take_in(plan, self._sequences, place.layout, place.member, history_of)
@@ -200,14 +191,14 @@ class Executor:
             commit(plan, self._sequences)
         result.ticket = plan.ticket
         result.blocks_in_use = self._sequences.blocks_in_use
-        calls, seconds = self._exchanged
+        calls, seconds = self._groups.exchanged
         result.collectives = calls - calls_before
         result.collective_us = round(1e6 * (seconds - seconds_before))
         return result
 
     def run(self, plan: rank_pb2.StepPlan, report: Report) -> rank_pb2.StepResult:
         """The plan's step and the run that it allows; see `rank_server.runs`."""
-        group, device = self._group("wide"), self.place.device
+        group, device = self._groups.of("wide", self.place), self.place.device
         return run(plan, self.step, self._sequences, group, device, lambda: self._run_to_end >= plan.ticket, report)
 
     def end_run(self, ticket: int) -> None:
@@ -237,12 +228,6 @@ class Executor:
         return answer(batch, hidden, logits_of, self._files.shape.vocab_size, samples, self._progress)
 
     @property
-    def _exchanged(self) -> tuple[int, float]:
-        """Collectives of the open groups so far, and the seconds spent in them."""
-        groups = self._groups.values()
-        return sum(group.calls for group in groups), sum(group.seconds for group in groups)
-
-    @property
     def _samples(self) -> bool:
         """Whether this rank draws for its replica."""
         return self.place.tp_index == 0
@@ -250,22 +235,12 @@ class Executor:
     def _assemble(self, pool: KvPool) -> "tuple[Model, Ways]":
         if self._model is None or self._ways is None:
             place, shape = self.place, self._files.shape
-            split = SplitGroups(self._group("pcp"), self._group("wide")) if place.grid.pcp > 1 else None
-            self._model = build_model(shape, self._require_weights(), self._group("tp"), split)
+            group = partial(self._groups.of, place=place)
+            split = SplitGroups(group("pcp"), group("wide")) if place.grid.pcp > 1 else None
+            self._model = build_model(shape, self._require_weights(), group("tp"), split)
             self._recorded = RecordedPasses.of(self._model, self._progress)
-            self._ways = Ways(place, pool, self._group, shape, up_projections(self._require_weights()), self._workspace_bytes)
+            self._ways = Ways(place, pool, group, shape, up_projections(self._require_weights()), self._workspace_bytes)
         return self._model, self._ways
-
-    def _group(self, kind: str) -> Group:
-        place = self.place
-        grid = place.grid
-        size = {"tp": grid.tp, "q": grid.dcp_in_tp, "dcp": grid.dcp, "pcp": grid.pcp, "wide": grid.ranks_per_dp}[kind]
-        name = place.group_name(kind)
-        if size == 1:
-            return SoloGroup(name)
-        if name not in self._groups:
-            raise PlanRefused(f"group {name} of {size} ranks is not open")
-        return self._groups[name]
 
     def _room(self, config: common_pb2.ClusterConfig, device: torch.device, sharers: int) -> int:
         """Blocks the pool may have; a GPU is this rank's alone, the host's memory is shared."""
@@ -282,19 +257,3 @@ class Executor:
     def _loaded(self, done: int, total: int) -> None:
         self.load_fraction = done / total
         self._progress()
-
-    def _open_backend(self, name: str, place: Place) -> Backend | None:
-        """None for a rank that is a set of its own: what it never uses need not be installed."""
-        if name not in self._backends:
-            raise ConfigRefused(f"collectives {name!r} is not one of {', '.join(self._backends)}")
-        if place.grid.ranks_per_dp == 1:
-            return None
-        try:
-            return self._backends[name]()
-        except ValueError as error:
-            raise ConfigRefused(str(error)) from error
-
-    def _require_backend(self) -> Backend:
-        if self._backend is None:
-            raise PlanRefused("the rank is alone in its set" if self._place else "the rank is not configured yet")
-        return self._backend
