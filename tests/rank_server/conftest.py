@@ -1,9 +1,10 @@
-"""The tiny model of the executor's tests; numbers of threads for kernels that use torch's."""
+"""The tiny model of the executor's tests; a rank for those of its service; numbers of threads for kernels that use torch's."""
 
 import pytest
 import torch
 
 from model_files import open_model
+from tests.rank_server.lanes import answering
 
 
 @pytest.fixture
@@ -24,3 +25,10 @@ def threads(request):
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+async def rank():
+    """See `lanes.answering`."""
+    async with answering() as running:
+        yield running
