@@ -200,7 +200,7 @@ class Engine:
             self._run = None
 
     def _queued(self) -> None:
-        """A request more waits. A run under way goes on where it can't be seated before somebody leaves."""
+        """One more request waits. A run under way goes on unless it may have a seat before somebody leaves."""
         self._work.set()
         if self._run is not None and self.scheduler.may_grow:
             self._run.end(self._timings.beside_s)

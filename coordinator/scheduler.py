@@ -66,7 +66,7 @@ class Scheduler:
 
     @property
     def may_grow(self) -> bool:
-        """Whether a step may take in another request although none leaves before: nobody needs to hurry otherwise."""
+        """See `Seats.may_grow`. Otherwise the steps that are allowed already hold up nobody who waits."""
         return self._seats.may_grow(self._config.max_num_seqs)
 
     @property

@@ -7,7 +7,6 @@ its blocks stay *held* until they are.
 """
 
 from collections import OrderedDict
-from itertools import islice
 
 from coordinator.kv_blocks import KvBlocks, Placement
 from coordinator.owners import Owners
@@ -45,9 +44,8 @@ class Seats:
 
     def may_grow(self, max_seated: int) -> bool:
         """Whether a step may take in another request although none leaves before; max_seated: seats there are."""
-        if self.arrived:
-            return True
-        return self.num_seated < max_seated and any(front != self.stuck for front in islice(self.waiting, 1))
+        front = next(iter(self.waiting), self.stuck)
+        return bool(self.arrived) or (self.num_seated < max_seated and front != self.stuck)
 
     def clear(self) -> list[Request]:
         """All is lost; returns the requests that were not over."""

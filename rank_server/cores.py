@@ -8,6 +8,7 @@ from cp_wire.logs import get_logger
 from rank_server.compiled.openmp import parallel
 
 PAIR = 2
+"""Threads of the only pool that is spread: see `take_one_each`."""
 
 log = get_logger("rank")
 
@@ -42,8 +43,9 @@ def keep_to(cores: Sequence[int]) -> None:
 def take_one_each(cores: Sequence[int]) -> None:
     """Gives the calling thread one of two CPUs, and the other one to the second thread of its OpenMP pool.
 
-    Nothing happens with another number. OpenMP ends threads that a smaller team of the pool has no use for, and the new ones
-    of the next team would begin on the CPU of the thread that starts them; a pool of two has no smaller team.
+    cores: as many as the pool has threads; nothing happens where that isn't two. OpenMP ends threads that a smaller team of the
+    pool has no use for, and the new ones of the next team would begin on the CPU of the thread that starts them; a pool of two
+    has no smaller team.
     """
     run = parallel()
     if len(cores) != PAIR or run is None:

@@ -60,8 +60,9 @@ async def test_a_new_request_that_finds_no_seat_leaves_the_run_alone():
         rank = harness.ranks[0]
         running = rank.steps[-1].ticket
         other = asyncio.create_task(harness.generate([5, 6], max_tokens=3))
-        while (await harness.status()).waiting != 1:
-            pass
+        async with asyncio.timeout(5):
+            while (await harness.status()).waiting != 1:
+                pass
         rank.gate.set()
         assert (await task).token_ids == continuation([1, 2, 3], 60)
         assert (await other).token_ids == continuation([5, 6], 3)

@@ -64,6 +64,16 @@ def test_an_arrived_request_decodes_and_recomputes_nothing(layout):
     assert set(scheduler.free_blocks) == {8} and scheduler.schedule().released == (1,)
 
 
+def test_one_whose_kv_has_come_may_be_taken_in_without_a_free_seat():
+    scheduler = scheduler_of(seats=1)
+    scheduler.reserve(request_of(1, [1, 2, 3]))
+    assert not scheduler.may_grow
+    scheduler.arrive(1, 2)
+    assert scheduler.may_grow
+    run(scheduler)
+    assert not scheduler.may_grow
+
+
 @pytest.mark.parametrize("moved", [0, 3, 8, 17])
 def test_what_has_not_arrived_is_computed_in_the_reserved_blocks(moved):
     layout = Layout(2, 4, 4)

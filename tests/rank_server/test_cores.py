@@ -13,6 +13,12 @@ from rank_server.compiled.openmp import parallel
 from rank_server.cores import keep_to, own_cores, take_one_each
 
 
+def in_a_thread(function):
+    """What the function returns in a thread of its own, with the OpenMP pool of that thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(function).result()
+
+
 @pytest.mark.parametrize(
     ("cpus", "ranks", "threads", "cores"),
     [
@@ -48,29 +54,18 @@ def test_only_the_thread_that_asks_is_kept_and_those_that_it_starts():
         child.start()
         child.join()
 
-    thread = threading.Thread(target=ask)
-    thread.start()
-    thread.join()
+    in_a_thread(ask)
     assert seen == [everywhere, one] and os.sched_getaffinity(0) == everywhere
 
 
 def test_the_thread_that_computes_begins_with_its_cpus_and_its_number_of_threads():
-    one, seen = min(os.sched_getaffinity(0)), []
+    one = min(os.sched_getaffinity(0))
 
-    def compute() -> None:
+    def compute() -> tuple[set[int], int]:
         _prepare(1, (one,))
-        seen.append((os.sched_getaffinity(0), torch.get_num_threads()))
+        return os.sched_getaffinity(0), torch.get_num_threads()
 
-    thread = threading.Thread(target=compute)
-    thread.start()
-    thread.join()
-    assert seen == [({one}, 1)]
-
-
-def in_a_thread(function):
-    """What the function returns in a thread of its own, with the OpenMP pool of that thread."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(function).result()
+    assert in_a_thread(compute) == ({one}, 1)
 
 
 def places_of_pool(threads):
@@ -112,7 +107,18 @@ def test_threads_of_a_pool_of_three_share_their_cpus():
     assert list(in_a_thread(compute).values()) == [set(cores)] * 3
 
 
-def test_a_second_place_that_is_refused_leaves_the_thread_where_it_was(caplog):
+def test_without_openmp_there_is_no_second_thread_to_place(monkeypatch):
+    monkeypatch.setattr("rank_server.cores.parallel", lambda: None)
+    everywhere = os.sched_getaffinity(0)
+
+    def compute():
+        take_one_each((min(everywhere), max(everywhere)))
+        return os.sched_getaffinity(0)
+
+    assert in_a_thread(compute) == everywhere
+
+
+def test_places_that_are_refused_leave_both_threads_where_they_were(caplog):
     everywhere = os.sched_getaffinity(0)
     absent = max(everywhere) + 5000
 
