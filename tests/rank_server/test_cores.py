@@ -47,15 +47,14 @@ def test_only_the_thread_that_asks_is_kept_and_those_that_it_starts():
     seen = []
 
     def ask() -> None:
-        keep_to(())
-        seen.append(os.sched_getaffinity(0))
         keep_to(tuple(one))
+        seen.append(os.sched_getaffinity(0))
         child = threading.Thread(target=lambda: seen.append(os.sched_getaffinity(0)))
         child.start()
         child.join()
 
     in_a_thread(ask)
-    assert seen == [everywhere, one] and os.sched_getaffinity(0) == everywhere
+    assert seen == [one, one] and os.sched_getaffinity(0) == everywhere
 
 
 def test_the_thread_that_computes_begins_with_its_cpus_and_its_number_of_threads():
@@ -128,6 +127,12 @@ def test_places_that_are_refused_leave_both_threads_where_they_were(caplog):
 
     assert list(in_a_thread(compute).values()) == [everywhere] * 2
     assert caplog.text.count("does not keep to its own CPUs") == 2
+
+
+def test_a_thread_that_may_be_anywhere_asks_for_no_place(caplog):
+    everywhere = os.sched_getaffinity(0)
+    keep_to(())
+    assert os.sched_getaffinity(0) == everywhere and not caplog.text
 
 
 def test_a_place_that_is_refused_is_no_end_of_the_thread(caplog):
