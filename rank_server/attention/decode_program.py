@@ -102,7 +102,7 @@ class DecodeProgram:
         return e.at(self._call["partial"], e.times(e.at(e.times(number, self._heads), head), 4 * partial_floats(self._dim)))
 
     def _range(self, number: ir.Value) -> list[ir.Value]:
-        """The fields of a range."""
+        """Fields of a range, see `cpu_decode.Queries.ranges`."""
         e = self._e
         keys = e.at(self._call["ranges"], e.times(number, 8 * RANGE_FIELDS))
         return [e.load(keys, I64, i) for i in range(RANGE_FIELDS)]
