@@ -74,6 +74,17 @@ def test_one_whose_kv_has_come_may_be_taken_in_without_a_free_seat():
     assert not scheduler.may_grow
 
 
+def test_who_finds_no_room_is_reserved_once_the_prompt_that_it_shares_is_there():
+    scheduler = scheduler_of(blocks=12)
+    first, second = request_of(1, [1] * 24), request_of(2, [1] * 24 + [2] * 4)
+    assert scheduler.reserve(first) == 0 and scheduler.reserve(second) is None
+    first.output.append(11)
+    scheduler.arrive(1, 24)
+    assert scheduler.reserve(second) is None
+    run(scheduler)
+    assert first.state is State.RUNNING and scheduler.reserve(second) == 24
+
+
 @pytest.mark.parametrize("moved", [0, 3, 8, 17])
 def test_what_has_not_arrived_is_computed_in_the_reserved_blocks(moved):
     layout = Layout(2, 4, 4)

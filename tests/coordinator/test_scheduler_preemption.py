@@ -187,6 +187,7 @@ def test_a_request_is_admitted_only_if_all_its_tokens_fit():
 
 
 def test_a_queue_that_is_stuck_is_not_looked_at_again_until_blocks_come_back(monkeypatch):
+    """Once more after the step that computed a prompt, which it might have shared."""
     looks = []
     place = KvBlocks.place
 
@@ -199,7 +200,19 @@ def test_a_queue_that_is_stuck_is_not_looked_at_again_until_blocks_come_back(mon
     first = cluster.add([1] * 20, 20)
     second = cluster.add([2] * 30, 5)
     cluster.drain()
-    assert looks == [first.handle, second.handle, second.handle]
+    assert looks == [first.handle, second.handle, second.handle, second.handle]
+    cluster.check_output(second)
+
+
+def test_a_stuck_head_gets_in_once_the_prompt_that_it_shares_is_computed():
+    cluster = Cluster(ONE, 12)
+    first = cluster.add([1] * 24, 12)
+    second = cluster.add([1] * 24 + [2] * 4, 2)
+    cluster.step()
+    assert (first.state, second.state) == (State.RUNNING, State.WAITING)
+    cluster.step()
+    assert (first.state, second.state, second.num_cached_tokens) == (State.RUNNING, State.RUNNING, 24)
+    cluster.drain()
     cluster.check_output(second)
 
 
