@@ -241,7 +241,7 @@ class Scheduler:
         self._stats.recomputed_tokens += request.num_recomputed - before
         if request.num_computed <= request.num_known:
             self._kv.register(request, self._owners.num_shared(request))
-            if row.start < request.num_prefill_tokens:
+            if row.start < request.num_prefill_tokens <= request.num_computed:
                 self._seats.stuck = None  # who did not fit may share this prompt
         if row.score_token_ids:
             request.num_scored = row.score_start + len(row.score_token_ids)

@@ -32,8 +32,8 @@ class Seats:
         self._held: dict[int, Request] = {}
         """Over, but still read."""
         self.stuck: int | None = None
-        """The request at the front of a queue, when nothing has been given back, and no prompt has come further, since it was
-        found not to fit."""
+        """The request at the front of a queue, when nothing has been given back, and no prompt has been completed, since it
+        was found not to fit."""
 
     def __contains__(self, handle: int) -> bool:
         return any(handle in each for each in (self.running, self.waiting, self.reserved, self.arrived, self._held))

@@ -2,6 +2,7 @@
 
 import pytest
 
+from coordinator.kv_blocks import KvBlocks
 from coordinator.plan import Sampling
 from coordinator.request import Request, State
 from coordinator.scheduler import Scheduler, SchedulerConfig
@@ -16,8 +17,8 @@ def request_of(handle: int, prompt: list[int], max_tokens: int = 4, **fields) ->
     return Request(handle, f"r{handle}", prompt, Sampling(max_tokens=max_tokens), **fields)
 
 
-def scheduler_of(layout: Layout = ONE, blocks: int = 8, seats: int = 4) -> Scheduler:
-    return Scheduler(SchedulerConfig(seats, 64, 100), layout, blocks, b"identity")
+def scheduler_of(layout: Layout = ONE, blocks: int = 8, seats: int = 4, budget: int = 64) -> Scheduler:
+    return Scheduler(SchedulerConfig(seats, budget, 100), layout, blocks, b"identity")
 
 
 def run(scheduler: Scheduler, token: int = 7) -> None:
@@ -83,6 +84,26 @@ def test_who_finds_no_room_is_reserved_once_the_prompt_that_it_shares_is_there()
     assert scheduler.reserve(second) is None
     run(scheduler)
     assert first.state is State.RUNNING and scheduler.reserve(second) == 24
+
+
+def test_who_finds_no_room_is_not_looked_at_again_with_every_chunk_of_a_prompt(monkeypatch):
+    looks = []
+    place = KvBlocks.place
+
+    def counted(blocks, request, more=0):
+        looks.append(request.handle)
+        return place(blocks, request, more)
+
+    monkeypatch.setattr(KvBlocks, "place", counted)
+    scheduler = scheduler_of(blocks=12, budget=4)
+    first, second = request_of(1, [1] * 24), request_of(2, [2] * 28)
+    scheduler.reserve(first)
+    scheduler.arrive(1, 4)
+    while not first.output:
+        assert scheduler.reserve(second) is None
+        run(scheduler)
+    assert first.num_computed == 24 and scheduler.reserve(second) is None
+    assert looks == [1, 2, 2]
 
 
 @pytest.mark.parametrize("moved", [0, 3, 8, 17])
