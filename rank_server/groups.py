@@ -23,7 +23,7 @@ class Groups:
         installed. `ConfigRefused` for an unknown one, and one that can't be had here."""
         if name not in self._backends:
             raise ConfigRefused(f"collectives {name!r} is not one of {', '.join(self._backends)}")
-        self._is_alone = place.grid.ranks_per_dp == 1
+        self._backend, self._is_alone = None, place.grid.ranks_per_dp == 1
         if self._is_alone:
             return
         try:

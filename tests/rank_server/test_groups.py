@@ -78,9 +78,10 @@ def test_nothing_is_prepared_or_opened_before_a_backend_is_chosen(groups, place)
     assert groups.prepare("pcp:0", RANKS) == b"pcp:0 [0, 1]"
 
 
-def test_a_rank_that_is_a_set_of_its_own_needs_no_backend(groups, files):
-    place = Place.of(Shape().config(), 0, files.shape)
-    groups.choose("absent", place)
+def test_a_rank_that_is_a_set_of_its_own_needs_no_backend(groups, place, files):
+    alone = Place.of(Shape().config(), 0, files.shape)
+    groups.choose("scripted", place)
+    groups.choose("absent", alone)
     with pytest.raises(PlanRefused, match="alone in its set"):
         groups.prepare("pcp:0", RANKS)
 
